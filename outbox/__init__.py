@@ -1,0 +1,32 @@
+"""Ordered, provable event delivery out of a PostgreSQL transaction.
+
+    import outbox
+
+    async with connection.transaction():
+        await connection.execute("UPDATE orders SET paid = true WHERE id = $1", 7)
+        await outbox.publish(connection, "order.paid", {"order": 7}, key="order-7")
+
+What is named here is for applications.  It is loaded when it is first used, so
+that importing a part of this package costs no more than that part.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outbox.errors import InvalidEvent, OutboxError
+    from outbox.producer import Event, publish, publish_many, reset
+
+__version__ = "0.1.0"
+__all__ = ["Event", "InvalidEvent", "OutboxError", "publish", "publish_many", "reset"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from outbox import errors, producer
+
+    value = getattr(errors if name in ("InvalidEvent", "OutboxError") else producer, name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,1 @@
+"""The command `outbox`: words for people, exit codes and JSON for machines."""

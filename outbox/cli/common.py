@@ -1,0 +1,120 @@
+"""What all commands share: options, the connection, the actor's name."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import getpass
+import re
+import socket
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from outbox.config import Settings, load
+from outbox.store import dsn
+from outbox.store.connect import connect
+from outbox.store.migrate import require_current
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Coroutine
+
+    from asyncpg import Connection
+
+T = TypeVar("T")
+
+LIMIT_MAX = 10_000
+CLOSE_TIMEOUT_S = 2.0
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+limit_option = click.option(
+    "--limit",
+    type=click.IntRange(1, LIMIT_MAX),
+    default=100,
+    show_default=True,
+    help="At most so many rows.",
+)
+
+
+def settings_options(command: Callable[..., T]) -> Callable[..., T]:
+    """The options that every command has; it gets `settings` for them."""
+
+    @functools.wraps(command)
+    def with_settings(
+        dsn: str | None, schema: str | None, config: str | None, **arguments: Any
+    ) -> T:
+        flags = {"dsn": dsn, "schema_name": schema}
+        return command(settings=load(flags, config=config), **arguments)
+
+    for option in (
+        click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml."),
+        click.option("--schema", metavar="NAME", help="Schema of the outbox; default: relay."),
+        click.option(
+            "--dsn", metavar="DSN", help="The database; better set as OUTBOX_DSN, which ps hides."
+        ),
+    ):
+        with_settings = option(with_settings)
+    return with_settings
+
+
+@asynccontextmanager
+async def database(settings: Settings, *, current: bool = True) -> AsyncIterator[Connection[Any]]:
+    """A connection for one command.
+
+    Args:
+        current: hold the schema to this version first.  Not for those who only
+            publish: their role cannot see the history.
+
+    Raises:
+        OutboxError: everything that `connect` and `require_current` raise.
+    """
+    address = dsn.of(settings)
+    for warning in address.warnings:
+        warn(warning)
+    connection = await connect(
+        address,
+        schema=settings.schema_name,
+        application_name="outbox-cli",
+        pooled=settings.pooled,
+    )
+    try:
+        if current:
+            await require_current(connection, settings.schema_name)
+        yield connection
+        await connection.close(timeout=CLOSE_TIMEOUT_S)
+    finally:
+        # After a failure or Ctrl-C nobody waits for a server's goodbye.
+        connection.terminate()
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine to its end."""
+    return asyncio.run(main)
+
+
+def warn(message: str) -> None:
+    """One line on stderr; stdout belongs to the answer."""
+    click.echo(f"outbox: warning: {message}", err=True)
+
+
+def actor() -> str:
+    """Who does this, for the journal: `user@host`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "cli"
+    return f"{user}@{socket.gethostname()}"
+
+
+def duration_s(text: str) -> float:
+    """Seconds of a positive time: `90`, `90s`, `10m`, `2h`, `1d`.
+
+    Raises:
+        click.BadParameter: it is none.
+    """
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd]?)", text)
+    if not match or not float(match[1]):
+        raise click.BadParameter(f'"{text}" is not a time such as 30s, 10m, 2h or 1d')
+    return float(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,47 @@
+"""How a long-running command logs: JSON lines for machines, colours on a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import structlog
+
+if TYPE_CHECKING:
+    from outbox.config import Settings
+
+
+def configure(settings: Settings) -> None:
+    """Send the log to stderr, in the format and from the level that is set."""
+    human = settings.log_format == "console" or (
+        settings.log_format == "auto" and sys.stderr.isatty()
+    )
+    processors: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    if human:
+        processors.append(structlog.dev.ConsoleRenderer())
+        factory: Any = structlog.PrintLoggerFactory(sys.stderr)
+    else:
+        processors += [
+            structlog.processors.EventRenamer("message"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(serializer=_one_line),
+        ]
+        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
+    structlog.configure(
+        processors=processors,
+        wrapper_class=structlog.make_filtering_bound_logger(
+            getattr(logging, settings.log_level.upper())
+        ),
+        logger_factory=factory,
+        cache_logger_on_first_use=True,
+    )
+
+
+def _one_line(value: Any, **_: Any) -> bytes:
+    return orjson.dumps(value, default=str)

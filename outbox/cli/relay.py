@@ -1,0 +1,100 @@
+"""`outbox relay`: the sidecar."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outbox.cli.common import warn
+from outbox.cli.logs import configure
+from outbox.config import load
+from outbox.relay.relay import Relay
+from outbox.store import dsn
+from outbox.transport.client import AiohttpTransport
+from outbox.transport.egress import EgressPolicy
+
+if TYPE_CHECKING:
+    from outbox.config import Settings
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  outbox relay --dsn postgresql://localhost/app
+  OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox relay      deliver to this machine, too
+
+SIGTERM (or Ctrl-C) ends what is in flight, for at most OUTBOX_DRAIN_S seconds,
+and hands everything over; a second one stops at once. Nothing is lost either
+way: what was not acknowledged is sent again, with the same number.
+"""
+)
+@click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml.")
+@click.option(
+    "--schema", "schema_name", metavar="NAME", help="Schema of the outbox; default: relay."
+)
+@click.option(
+    "--dsn", metavar="DSN", help="The database; better set as OUTBOX_DSN, which ps hides."
+)
+@click.option(
+    "--lease",
+    "lease_s",
+    metavar="SECONDS",
+    help="After so long without a sign of life others take over; default: 5.",
+)
+@click.option("--drain", "drain_s", metavar="SECONDS", help="At most so long to stop; default: 15.")
+@click.option(
+    "--notify/--no-notify",
+    default=None,
+    help="LISTEN for producers (default), or look each OUTBOX_POLL_S seconds alone.",
+)
+@click.option(
+    "--allow-networks",
+    metavar="RANGES",
+    help="Private networks that may be delivered to, such as 127.0.0.0/8,10.0.0.0/8.",
+)
+@click.option("--log-format", metavar="FORMAT", help="json, console, or auto (default).")
+@click.option("--log-level", metavar="LEVEL", help="debug, info (default), warning or error.")
+def command(config: str | None, **flags: Any) -> None:
+    """Run the relay: deliver what is published.
+
+    Run it beside the application, as one process or as many: they share the
+    endpoints among themselves, and each takes over from one that died.
+    """
+    settings = load(flags, config=config)
+    configure(settings)
+    asyncio.run(_run(settings))
+
+
+async def _run(settings: Settings) -> None:
+    address = dsn.of(settings)
+    for warning in address.warnings:
+        warn(warning)
+    transport = AiohttpTransport(
+        EgressPolicy(settings.allow_networks), in_flight_max=settings.in_flight_max
+    )
+    relay = Relay(address, settings, transport)
+    loop = asyncio.get_running_loop()
+    working = asyncio.ensure_future(relay.run())
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        if stopping:
+            working.cancel()
+        stopping = True
+        relay.stop()
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        await working
+    except asyncio.CancelledError:
+        if not stopping:
+            raise
+    finally:
+        await transport.aclose()

@@ -1,0 +1,224 @@
+"""What came back from a receiver, and what it means for the delivery.
+
+The status line decides.  Once it is there, the body may be endless, garbled or
+cut short: a 2xx is a success, because the receiver said that it has the event,
+and asking again would only make a duplicate.
+
+Without a status line nobody refused anything, so every such failure is tried
+again.  That includes two that look permanent:
+
+* **TLS**: certificates expire and are renewed, and a wrong one during a
+  roll-out is the commonest outage there is.  Giving up at once would
+  dead-letter a backlog for a mistake of five minutes.
+* **an address that egress rules refuse**: names move, and operators open
+  networks.  A retry costs one look-up and never connects.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from dataclasses import dataclass
+from datetime import UTC
+from email.utils import parsedate_to_datetime
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Headers: TypeAlias = tuple[tuple[str, str], ...]
+
+BODY_BYTES_MAX = 16 * 1024
+"""How much of an answer's body is ever read."""
+DETAIL_CHARS_MAX = 300
+SUMMARY_BODY_CHARS_MAX = 2048
+SUMMARY_HEADER_CHARS_MAX = 256
+RETRY_AFTER_S_MAX = 3600.0
+
+RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
+"""Statuses worth another try, unless an endpoint has its own list."""
+
+# What helps to find a request in the receiver's logs, and nothing that could
+# be a credential of theirs (set-cookie, www-authenticate).
+_SUMMARY_HEADERS = frozenset(
+    {
+        "cf-ray",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "date",
+        "location",
+        "request-id",
+        "retry-after",
+        "server",
+        "traceparent",
+        "via",
+        "x-amz-cf-id",
+        "x-amzn-requestid",
+        "x-correlation-id",
+        "x-request-id",
+    }
+)
+
+# Control characters could steer an operator's terminal, and jsonb cannot hold
+# U+0000 or a lone surrogate.
+_UNSHOWABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_BREAKS = re.compile(r"[\s\x00-\x1f]+")
+
+
+class Failure(StrEnum):
+    """Why there is no status."""
+
+    CONNECT = "connect"
+    """Nobody listens there, or there is no way to them."""
+    RESET = "reset"
+    """The connection ended before an answer."""
+    TIMEOUT = "timeout"
+    DNS = "dns"
+    """The name has no address, or nobody could say."""
+    TLS = "tls"
+    """No agreement on encryption, or a certificate that is not trusted."""
+    EGRESS_REFUSED = "egress_refused"
+    """Our own rules forbid the address; nothing was sent."""
+    PROTOCOL = "protocol"
+    """What came back is not HTTP, or larger than an answer's head may be."""
+    INTERNAL = "internal"
+    """A fault of the transport itself; the detail names it."""
+
+
+class Verdict(Enum):
+    """What an attempt means for its delivery."""
+
+    DELIVERED = "delivered"
+    RETRY = "retry"
+    REFUSED = "refused"
+    """Asking again would get the same answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The outcome of one attempt: either a status or a failure, never both."""
+
+    status: int | None
+    failure: Failure | None
+    detail: str
+    """One bounded line for people; may be empty."""
+    headers: Headers
+    body: bytes
+    """At most `BODY_BYTES_MAX`, as it came over the wire, never decompressed."""
+    elapsed_s: float
+
+    def __post_init__(self) -> None:
+        if (self.status is None) == (self.failure is None):
+            raise ValueError("an answer has either a status or a failure")
+
+    @classmethod
+    def of(
+        cls,
+        status: int,
+        elapsed_s: float,
+        *,
+        headers: Headers = (),
+        body: bytes = b"",
+        detail: str = "",
+    ) -> Answer:
+        """An answer with a status line; `detail` may say how its body ended."""
+        return cls(status, None, one_line(detail), headers, body[:BODY_BYTES_MAX], elapsed_s)
+
+    @classmethod
+    def failed(cls, failure: Failure, detail: str, elapsed_s: float) -> Answer:
+        """No status line ever came."""
+        return cls(None, failure, one_line(detail), (), b"", elapsed_s)
+
+
+def classify(
+    answer: Answer, *, maybe_sent_before: bool, retryable: frozenset[int] = RETRYABLE
+) -> Verdict:
+    """What an answer means.
+
+    `maybe_sent_before` says that this number was, or may have been, sent
+    earlier: a 409 then means that the receiver has it already.  Redirects are
+    never followed (the signature is for one address, and the target may be an
+    internal one), so they are refusals like any other status that is neither a
+    success nor retryable.
+    """
+    status = answer.status
+    if status is None:
+        return Verdict.RETRY
+    if 200 <= status <= 299:
+        return Verdict.DELIVERED
+    if status == 409 and maybe_sent_before:
+        return Verdict.DELIVERED
+    if status in retryable:
+        return Verdict.RETRY
+    return Verdict.REFUSED
+
+
+def retry_after_s(headers: Iterable[tuple[str, str]], now: float) -> float | None:
+    """How long the receiver asks to be left alone, from 0 to an hour.
+
+    Seconds or a date in any of the three forms (RFC 9110, 10.2.3 and 5.6.7);
+    None when the header is absent or means nothing.  `now` is in epoch
+    seconds.
+    """
+    for name, value in headers:
+        if name.lower() != "retry-after":
+            continue
+        text = value.strip()
+        if text.isascii() and text.isdigit():
+            # A number with more digits than this is beyond the bound anyway.
+            asked_s = float(text) if len(text) <= 18 else RETRY_AFTER_S_MAX
+        else:
+            try:
+                date = parsedate_to_datetime(text)
+                # Without a zone it is UTC, like every date in HTTP.
+                date = date if date.tzinfo else date.replace(tzinfo=UTC)
+                asked_s = date.timestamp() - now
+            except (ValueError, TypeError, IndexError, OverflowError):
+                continue
+        return min(max(asked_s, 0.0), RETRY_AFTER_S_MAX)
+    return None
+
+
+def summary(answer: Answer) -> dict[str, Any]:
+    """The answer as bounded JSON, for storing as the last answer.
+
+    Everything in it is text that jsonb can hold and a terminal can show.
+    """
+    told: dict[str, Any] = {}
+    if answer.status is not None:
+        told["status"] = answer.status
+    if answer.failure is not None:
+        told["failure"] = answer.failure.value
+    if answer.detail:
+        told["detail"] = answer.detail
+    told["elapsed_ms"] = round(answer.elapsed_s * 1000, 1)
+    headers = {
+        name.lower(): one_line(value, SUMMARY_HEADER_CHARS_MAX)
+        for name, value in answer.headers
+        if name.lower() in _SUMMARY_HEADERS
+    }
+    if headers:
+        told["headers"] = headers
+    if answer.body:
+        told["body"] = _text(answer.body)
+    return told
+
+
+def one_line(text: str, chars_max: int = DETAIL_CHARS_MAX) -> str:
+    """Text from elsewhere as one line that is safe to store and to show."""
+    # Cut before the work as well: the text may be an attacker's and huge.
+    line = _BREAKS.sub(" ", text[: chars_max * 4]).strip()
+    line = _UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", line)
+    return line if len(line) <= chars_max else line[: chars_max - 1] + "…"
+
+
+def _text(body: bytes) -> str:
+    # Bytes first, so that a large body is not decoded whole; a character that
+    # this cuts in two is left away rather than shown as broken.
+    cut = body[: SUMMARY_BODY_CHARS_MAX * 4]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(cut, final=len(cut) == len(body))
+    text = _UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+    return text if len(text) <= SUMMARY_BODY_CHARS_MAX else text[: SUMMARY_BODY_CHARS_MAX - 1] + "…"

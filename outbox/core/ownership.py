@@ -1,0 +1,84 @@
+"""Who owns which endpoint, and when a replica may still believe in its lease.
+
+No clocks are compared.  A replica counts its own lease on its own monotonic
+clock, from the *start* of the renewal that the database confirmed, so it stops
+believing before anyone else may.  Others judge it dead after they saw the same
+renewal counter for a whole lease on *their* monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+    from uuid import UUID
+
+RENEWALS_PER_LEASE = 5
+
+
+class Lease:
+    """This replica's own lease; times are monotonic seconds."""
+
+    def __init__(self, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._until = 0.0
+
+    def renewed(self, started_at: float) -> None:
+        """The database confirmed a renewal that was *begun* at this time."""
+        self._until = started_at + self.lease_s
+
+    def left_s(self, now: float) -> float:
+        """How long this replica may go on; not positive when it must stop."""
+        return self._until - now
+
+    @property
+    def renew_every_s(self) -> float:
+        return self.lease_s / RENEWALS_PER_LEASE
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A replica as its row shows it."""
+
+    id: int
+    renewals: int
+    lease_s: float
+
+
+class PeerWatch:
+    """Tells the living replicas from the dead ones."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def observe(self, peers: Iterable[Peer], now: float) -> tuple[set[int], set[int]]:
+        """Look at all rows; returns (alive, dead) ids.  `now`: monotonic seconds."""
+        alive: set[int] = set()
+        dead: set[int] = set()
+        seen: dict[int, tuple[int, float]] = {}
+        for peer in peers:
+            renewals, since = self._seen.get(peer.id, (-1, now))
+            if renewals != peer.renewals:
+                renewals, since = peer.renewals, now
+            seen[peer.id] = (renewals, since)
+            (dead if now - since > peer.lease_s else alive).add(peer.id)
+        self._seen = seen
+        return alive, dead
+
+
+def preferred(endpoint_id: UUID, replica_ids: Collection[int]) -> int:
+    """The replica that should own an endpoint: rendezvous hashing.
+
+    When a replica joins or leaves, only the endpoints that it wins or loses
+    move.  Source: Thaler and Ravishankar, "Using Name-Based Mappings to
+    Increase Hit Rates", IEEE/ACM Transactions on Networking 6 (1), 1998.
+    """
+    return max(
+        replica_ids,
+        key=lambda replica: blake2b(
+            endpoint_id.bytes + replica.to_bytes(8, "big"), digest_size=8
+        ).digest(),
+    )

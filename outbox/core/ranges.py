@@ -1,0 +1,75 @@
+"""A set of integers kept as ranges, so that a million in a row cost one."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Range: TypeAlias = tuple[int, int]
+"""Numbers from the first to the second, both included."""
+
+
+class RangeSet:
+    """Integers as sorted ranges that neither overlap nor touch."""
+
+    __slots__ = ("_his", "_los", "count")
+
+    def __init__(self) -> None:
+        self._los: list[int] = []
+        self._his: list[int] = []
+        self.count = 0
+        """How many numbers are in it."""
+
+    def __iter__(self) -> Iterator[Range]:
+        return zip(self._los, self._his, strict=True)
+
+    def __len__(self) -> int:
+        """How many ranges it takes, which is what memory goes by."""
+        return len(self._los)
+
+    def __bool__(self) -> bool:
+        return bool(self._los)
+
+    def __contains__(self, number: int) -> bool:
+        i = bisect_right(self._los, number) - 1
+        return i >= 0 and number <= self._his[i]
+
+    def add(self, lo: int, hi: int) -> None:
+        """Put every number from `lo` to `hi` in; nothing if `hi < lo`."""
+        if hi < lo:
+            return
+        # The ranges that overlap or touch become one with it.
+        i = bisect_left(self._his, lo - 1)
+        j = bisect_right(self._los, hi + 1)
+        if i < j:
+            lo = min(lo, self._los[i])
+            hi = max(hi, self._his[j - 1])
+        self._replace(i, j, [(lo, hi)])
+
+    def remove(self, lo: int, hi: int) -> tuple[Range, ...]:
+        """Take every number from `lo` to `hi` out; returns those that were in."""
+        i = bisect_left(self._his, lo)
+        j = bisect_right(self._los, hi)
+        if i >= j or hi < lo:
+            return ()
+        taken = [
+            (max(lo, a), min(hi, b)) for a, b in zip(self._los[i:j], self._his[i:j], strict=True)
+        ]
+        left: list[Range] = []
+        if self._los[i] < lo:
+            left.append((self._los[i], lo - 1))
+        if self._his[j - 1] > hi:
+            left.append((hi + 1, self._his[j - 1]))
+        self._replace(i, j, left)
+        return tuple(taken)
+
+    def _replace(self, i: int, j: int, ranges: list[Range]) -> None:
+        for lo, hi in zip(self._los[i:j], self._his[i:j], strict=True):
+            self.count -= hi - lo + 1
+        for lo, hi in ranges:
+            self.count += hi - lo + 1
+        self._los[i:j] = [lo for lo, _ in ranges]
+        self._his[i:j] = [hi for _, hi in ranges]

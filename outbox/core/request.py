@@ -1,0 +1,220 @@
+"""One attempt as bytes: the body that is signed, and the headers around it.
+
+The body is one JSON object.  Everything that a receiver relies on stands in
+it, because only the body and the two `webhook-` headers are signed; the `X-`
+headers repeat it for those who route or log without parsing.  The payload's
+bytes are spliced in as the database wrote them and never parsed here.
+
+Headers of ours, in the words of the contract:
+
+    webhook-id, webhook-timestamp, webhook-signature   Standard Webhooks 1.0
+    X-Delivery            same as webhook-id: one per event and endpoint
+    X-Event               the event's id (its type is in the body)
+    X-Lane, X-Sequence, X-Previous-Sequence            as in the body
+    X-Attempt             1, 2, …: information only, not signed
+
+An event's own headers (`traceparent` is one) go along unless they could change
+what a header of ours says, how the request is framed, or where it goes.  Such
+headers, and those whose name or value HTTP/1.1 cannot carry unharmed (RFC
+9110, 5.5 and 5.6.2; values outside ASCII have no agreed meaning), are left
+out: a bad header never stops a delivery.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC
+from typing import TYPE_CHECKING
+
+import orjson
+
+from outbox.core.identity import delivery_id
+from outbox.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+    from uuid import UUID
+
+    from outbox.core.answer import Headers
+
+USER_AGENT = "outbox-relay"
+"""Without a version: it is nobody's business at the other end."""
+
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[\x20-\x7e\t]*")
+
+_RESERVED = frozenset(
+    {
+        # Ours.
+        "content-type",
+        "user-agent",
+        "x-attempt",
+        "x-delivery",
+        "x-event",
+        "x-lane",
+        "x-previous-sequence",
+        "x-sequence",
+        # What frames the request or the answer, or says where it goes.
+        "accept-encoding",
+        "content-encoding",
+        "content-length",
+        "expect",
+        "host",
+        "range",
+        "trailer",
+        "transfer-encoding",
+        # Hop by hop (RFC 9110, 7.6.1), and what proxies act on.
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "upgrade",
+    }
+)
+_RESERVED_PREFIX = "webhook-"
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One event in one lane: what to send, apart from when and how often."""
+
+    endpoint_id: UUID
+    lane: str
+    """As receivers see it, see `identity.lane_name`."""
+    seq: int
+    batch: int
+    outbox_id: int
+    event_id: UUID
+    type: str
+    tenant: str | None
+    key: str | None
+    published_at: datetime
+    """With a time zone."""
+    expires_at: datetime | None
+    payload: bytes
+    """JSON text."""
+    headers: bytes | None
+    """JSON text of an object of strings."""
+    replay_of: tuple[str, int] | None = None
+    """The lane and number of the hole that this delivery closes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What stays the same over all attempts of a delivery."""
+
+    message_id: str
+    headers: Headers
+    body: bytes
+
+    def attempt(self, number: int, timestamp: int, secrets: Sequence[bytes]) -> Headers:
+        """All headers of the attempt `number` (from 1), signed at `timestamp`.
+
+        One signature for each secret: two while one replaces the other.
+        """
+        signatures = " ".join(
+            sign(secret, self.message_id, timestamp, self.body) for secret in secrets
+        )
+        return (
+            *self.headers,
+            ("X-Attempt", str(number)),
+            (TIMESTAMP_HEADER, str(timestamp)),
+            (SIGNATURE_HEADER, signatures),
+        )
+
+
+def prepare(delivery: Delivery, previous_seq: int) -> Prepared:
+    """Body and fixed headers of a delivery.
+
+    `previous_seq` is the last number of the lane that was not given up, 0 at
+    its start.
+    """
+    message_id = str(delivery_id(delivery.endpoint_id, delivery.outbox_id))
+    return Prepared(
+        message_id=message_id,
+        headers=(
+            ("Content-Type", "application/json"),
+            ("User-Agent", USER_AGENT),
+            (ID_HEADER, message_id),
+            ("X-Delivery", message_id),
+            ("X-Event", str(delivery.event_id)),
+            ("X-Lane", delivery.lane),
+            ("X-Sequence", str(delivery.seq)),
+            ("X-Previous-Sequence", str(previous_seq)),
+            *_own_headers(delivery.headers),
+        ),
+        body=_body(delivery, previous_seq),
+    )
+
+
+def build(
+    delivery: Delivery,
+    *,
+    previous_seq: int,
+    attempt: int,
+    timestamp: int,
+    secrets: Sequence[bytes],
+) -> tuple[Headers, bytes]:
+    """Headers and body of one attempt; `timestamp` is in epoch seconds.
+
+    Whoever makes several attempts keeps what `prepare` returns.
+    """
+    prepared = prepare(delivery, previous_seq)
+    return prepared.attempt(attempt, timestamp, secrets), prepared.body
+
+
+def rfc3339(at: datetime) -> str:
+    """In UTC with microseconds, `2026-01-31T12:00:00.000000Z` (RFC 3339, 5.6)."""
+    return at.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
+
+
+def header_problem(name: str, value: object) -> str | None:
+    """Why an event's own header cannot go along; None: it can.
+
+    Producers are told by this when they publish; here it is left out.
+    """
+    lower = name.lower()
+    if lower in _RESERVED or lower.startswith(_RESERVED_PREFIX):
+        return "is set by the relay, or says how the request is carried"
+    if not _TOKEN.fullmatch(name):
+        return "is not a header name (RFC 9110: letters, digits and !#$%&'*+-.^_`|~)"
+    if not isinstance(value, str):
+        return "has a value that is not text"
+    if not _VALUE.fullmatch(value):
+        return "has a value with characters other than printable ASCII"
+    return None
+
+
+def _body(delivery: Delivery, previous_seq: int) -> bytes:
+    envelope: dict[str, object] = {
+        "id": str(delivery.event_id),
+        "type": delivery.type,
+        "timestamp": rfc3339(delivery.published_at),
+    }
+    if delivery.tenant is not None:
+        envelope["tenant"] = delivery.tenant
+    if delivery.key is not None:
+        envelope["key"] = delivery.key
+    envelope["lane"] = delivery.lane
+    envelope["sequence"] = delivery.seq
+    envelope["previous_sequence"] = previous_seq
+    if delivery.replay_of is not None:
+        lane, sequence = delivery.replay_of
+        envelope["replay_of"] = {"lane": lane, "sequence": sequence}
+    return b'%b,"data":%b}' % (orjson.dumps(envelope)[:-1], delivery.payload)
+
+
+def _own_headers(raw: bytes | None) -> Headers:
+    """The event's headers that may go along, the first of each name."""
+    if raw is None:
+        return ()
+    kept: dict[str, tuple[str, str]] = {}
+    for name, value in orjson.loads(raw).items():
+        lower = name.lower()
+        if lower not in kept and header_problem(name, value) is None:
+            kept[lower] = (name, value.strip(" \t"))
+    return tuple(kept.values())

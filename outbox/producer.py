@@ -1,0 +1,294 @@
+"""Publishing from Python, on the caller's own asyncpg connection.
+
+    async with connection.transaction():
+        await connection.execute("UPDATE orders SET paid = true WHERE id = $1", 7)
+        await outbox.publish(connection, "order.paid", {"order": 7}, key="order-7")
+
+The event is part of that transaction: it is sent if and only if it commits.
+What is wrong with an event is told before the database sees it, so the
+caller's transaction stays usable after an InvalidEvent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from outbox.core import event as rules
+from outbox.errors import CannotRun, InvalidEvent, OutboxError, SchemaMissing
+from outbox.store import publishing
+from outbox.store.publishing import in_schema
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+    from datetime import timedelta
+    from typing import TypeAlias
+
+    from asyncpg import Connection
+    from asyncpg.pool import PoolConnectionProxy
+
+    AnyConnection: TypeAlias = Connection[Any] | PoolConnectionProxy[Any]
+
+logger = logging.getLogger("outbox.producer")
+
+SCHEMA = "relay"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One event of `publish_many`; the fields are the arguments of `publish`."""
+
+    type: str
+    payload: Any
+    key: str | None = None
+    tenant: str | None = None
+    once: str | None = None
+    expires_in: timedelta | float | None = None
+    headers: Mapping[str, str] | None = None
+
+
+async def publish(
+    connection: AnyConnection,
+    type: str,  # noqa: A002
+    payload: Any,
+    *,
+    key: str | None = None,
+    tenant: str | None = None,
+    once: str | None = None,
+    expires_in: timedelta | float | None = None,
+    headers: Mapping[str, str] | None = None,
+    schema: str = SCHEMA,
+) -> UUID | None:
+    """Publish one event in the connection's transaction.
+
+    Args:
+        connection: asyncpg's, with or without an open transaction, whatever
+            its search path and codecs.
+        type: dot-separated segments of letters, digits and `_`, at most 255
+            bytes; `outbox.` is reserved.
+        payload: anything that is JSON; bytes are taken as JSON text.  A
+            callable, synchronous or not, is called for it: with `once` only
+            by the winner.
+        key: events with the same key reach an endpoint in order; 512 bytes.
+        tenant: the event goes to this tenant's endpoints; 255 bytes.
+        once: at most one event is published for this key within 30 days, or
+            until `reset`; 512 bytes.  Waits while another transaction that
+            claimed it is open.
+        expires_in: not worth sending after this time, timedelta or seconds.
+        headers: sent along with every delivery; 8192 bytes as JSON.  The
+            running trace context is added as `traceparent`.
+        schema: the schema of the outbox.
+
+    Returns:
+        The event's id, or None when `once` was already taken.
+
+    Raises:
+        InvalidEvent: it breaks a limit or a rule; nothing was written.
+        SchemaMissing: `outbox migrate` was not run.
+        CannotRun: this role may not publish.
+        asyncpg.PostgresError: all else, as the database says it.
+    """
+    event = Event(type, payload, key, tenant, once, expires_in, headers)
+    if not callable(payload):
+        return await _publish(connection, _row(event), once, schema, claimed=False)
+    # Told before anything is claimed or worked out.
+    _row(event, with_payload=False)
+    if once is None:
+        row = _row(event, await _call(payload))
+        return await _publish(connection, row, None, schema, claimed=False)
+    # If working out the payload fails, the claim must not stay.
+    async with _savepoint(connection):
+        with _map_errors(schema):
+            if not await connection.fetchval(in_schema(publishing.CLAIM_ONCE, schema), once):
+                return None
+        row = _row(event, await _call(payload))
+        return await _publish(connection, row, once, schema, claimed=True)
+
+
+async def publish_many(
+    connection: AnyConnection, events: Iterable[Event], *, schema: str = SCHEMA
+) -> list[UUID | None]:
+    """Publish events in their order, with one statement.
+
+    All or none: when one of them is wrong, nothing is written.
+
+    Returns:
+        Their ids in the same order, None where `once` was already taken.
+
+    Raises:
+        InvalidEvent: as in `publish`; the message says which event.
+        SchemaMissing, CannotRun, asyncpg.PostgresError: as in `publish`.
+    """
+    rows = []
+    for number, event in enumerate(events, 1):
+        try:
+            if callable(event.payload):
+                raise InvalidEvent("payload", "a callable goes with publish, not publish_many")
+            rows.append((*_row(event), event.once))
+        except InvalidEvent as error:
+            raise _numbered(error, number) from None
+    if not rows:
+        return []
+    types, payloads, keys, tenants, expiries, headers, onces = map(list, zip(*rows, strict=True))
+    with _map_errors(schema):
+        found = await connection.fetchrow(
+            in_schema(publishing.PUBLISH_MANY, schema),
+            types,
+            payloads,
+            keys,
+            tenants,
+            onces,
+            expiries,
+            headers,
+        )
+    if found["size"] > found["size_max"]:
+        raise _numbered(_too_large(found), found["n"])
+    return [_uuid(event_id) for event_id in found["event_ids"]]
+
+
+async def reset(connection: AnyConnection, once_key: str, *, schema: str = SCHEMA) -> bool:
+    """Free a once key, so that its next event is published again.
+
+    Never raises and never aborts the caller's transaction: a reset that fails
+    is logged as a warning, and the key expires by itself.
+
+    Returns:
+        True when the key was held and is free now (once the transaction commits).
+    """
+    try:
+        async with _savepoint(connection):
+            return bool(
+                await connection.fetchval(in_schema(publishing.RESET_ONCE, schema), once_key)
+            )
+    except Exception as error:  # Whatever it is, it is not worth the caller's transaction.
+        logger.warning("could not reset the once key %r: %s", once_key, error)
+        return False
+
+
+# ------------------------------------------------------------------ details
+
+Row = tuple[str, str, str | None, str | None, float | None, str | None]
+
+
+def _row(event: Event, payload: Any = None, *, with_payload: bool = True) -> Row:
+    """type, payload, key, tenant, expires_in and headers as they cross over."""
+    rules.check_text("once", event.once, rules.ONCE_BYTES_MAX)
+    value = event.payload if not callable(event.payload) else payload
+    return (
+        rules.check_type(event.type),
+        rules.encode_payload(value) if with_payload else "",
+        rules.check_text("key", event.key, rules.KEY_BYTES_MAX),
+        rules.check_text("tenant", event.tenant, rules.TENANT_BYTES_MAX),
+        rules.expires_in_s(event.expires_in),
+        rules.encode_headers(_with_trace(event.headers)),
+    )
+
+
+async def _publish(
+    connection: AnyConnection, row: Row, once: str | None, schema: str, *, claimed: bool
+) -> UUID | None:
+    event_type, payload, key, tenant, expires_in_s, headers = row
+    with _map_errors(schema):
+        found = await connection.fetchrow(
+            in_schema(publishing.PUBLISH, schema),
+            event_type,
+            payload,
+            key,
+            tenant,
+            once,
+            expires_in_s,
+            headers,
+            claimed,
+        )
+    if found["size"] > found["size_max"]:
+        raise _too_large(found)
+    return _uuid(found["event_id"])
+
+
+async def _call(payload: Any) -> Any:
+    value = payload()
+    return await value if inspect.isawaitable(value) else value
+
+
+def _with_trace(headers: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """Headers and the running trace context (W3C Trace Context)."""
+    # Without this module there is no span, and importing it is not free.
+    if "opentelemetry.trace" not in sys.modules:
+        return headers
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    if not carrier or any(name.lower() == "traceparent" for name in headers or ()):
+        return headers
+    return {**carrier, **(headers or {})}
+
+
+def _too_large(found: Any) -> InvalidEvent:
+    return InvalidEvent(
+        "payload", f"{found['size']} bytes as JSON, the limit is {found['size_max']}"
+    )
+
+
+def _numbered(error: InvalidEvent, number: int) -> InvalidEvent:
+    reason = str(error).partition(": ")[2]
+    return InvalidEvent(error.field, f"{reason} (event {number})")
+
+
+def _uuid(text: str | None) -> UUID | None:
+    return None if text is None else UUID(text)
+
+
+@asynccontextmanager
+async def _savepoint(connection: AnyConnection) -> AsyncIterator[None]:
+    """All or nothing inside the caller's transaction, or in one of its own.
+
+    By hand, because asyncpg's `transaction()` refuses a transaction that was
+    begun by an execute("BEGIN").
+    """
+    if not connection.is_in_transaction():
+        async with connection.transaction():
+            yield
+        return
+    await connection.execute(publishing.SAVEPOINT)
+    try:
+        yield
+    except BaseException:
+        await connection.execute(publishing.ROLL_BACK)
+        raise
+    await connection.execute(publishing.RELEASE)
+
+
+@contextmanager
+def _map_errors(schema: str) -> Iterator[None]:
+    """The database's refusals in words of ours; losses and conflicts stay asyncpg's."""
+    try:
+        yield
+    except Exception as error:
+        mapped = _mapped(error, schema)
+        if mapped is None:
+            raise
+        raise mapped from error
+
+
+def _mapped(error: Exception, schema: str) -> OutboxError | None:
+    import asyncpg  # The caller's connection has loaded it.
+
+    said = str(error).partition("\n")[0]
+    match error:
+        case asyncpg.UndefinedFunctionError() | asyncpg.InvalidSchemaNameError():
+            return SchemaMissing(f'schema "{schema}" is not there; run: outbox migrate')
+        case asyncpg.InsufficientPrivilegeError():
+            return CannotRun(
+                f"{said}: this role may not publish; run: outbox migrate --producer ROLE"
+            )
+        case asyncpg.CheckViolationError():
+            rule = error.constraint_name or said
+            field, _, rest = rule.replace(":", " ").replace("_", " ").partition(" ")
+            return InvalidEvent(field, rest.strip())
+    return None

@@ -1,0 +1,1 @@
+"""The running relay: thin loops that carry decisions of the core to the IO."""

@@ -1,0 +1,188 @@
+"""Ownership: keeps this replica's lease, and takes and hands over endpoints.
+
+Only this module decides what the dispatcher owns.  It also carries the news
+of batches that other replicas sequenced, because the two must not overtake
+each other: a lane's counter is read either when it is claimed or by a later
+piece of news.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import structlog
+
+from outbox.core.ownership import PeerWatch, preferred
+from outbox.store.lanes import Fenced
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from uuid import UUID
+
+    from outbox.core.ownership import Lease
+    from outbox.relay.bell import Bell
+    from outbox.relay.dispatcher import Dispatcher
+    from outbox.relay.recorder import Recorder
+    from outbox.relay.sequencer import Sequenced
+    from outbox.store.lanes import LaneStore
+    from outbox.store.replicas import ReplicaStore
+
+log = structlog.get_logger("outbox.ownership")
+
+BURIAL_LOCK_TIMEOUT_S = 1.0
+
+
+async def keep_lease(store: ReplicaStore, replica_id: int, lease: Lease) -> None:
+    """Renew the lease until cancelled, on a connection used for nothing else.
+
+    Raises:
+        Fenced: it ran out; whatever is in flight must be closed.
+    """
+    clock = asyncio.get_running_loop().time
+    while True:
+        left_s = lease.left_s(clock())
+        if left_s <= 0:
+            raise Fenced
+        await asyncio.sleep(min(lease.renew_every_s, left_s))
+        started_at = clock()
+        try:
+            async with asyncio.timeout(max(lease.left_s(started_at), 0)):
+                renewed = await store.renew(replica_id)
+        except TimeoutError:
+            raise Fenced from None
+        if not renewed:
+            raise Fenced
+        lease.renewed(started_at)
+
+
+class Ownership:
+    """Claims, hands over, and keeps the dispatcher informed until cancelled.
+
+    Args:
+        bell: rung when endpoints changed or other replicas have news.
+        tell_others: wakes the other replicas after endpoints were freed.
+    """
+
+    def __init__(
+        self,
+        replicas: ReplicaStore,
+        lanes: LaneStore,
+        dispatcher: Dispatcher,
+        recorder: Recorder,
+        replica_id: int,
+        lease: Lease,
+        bell: Bell,
+        tell_others: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._replicas = replicas
+        self._lanes = lanes
+        self._dispatcher = dispatcher
+        self._recorder = recorder
+        self._me = replica_id
+        self._actor = f"replica {replica_id}"
+        self._lease = lease
+        self._bell = bell
+        self._tell_others = tell_others
+        self._watch = PeerWatch()
+        self._version = 0
+        self._stopping = False
+        # The newest batch whose lanes were all told to the dispatcher.
+        self._known_batch = 0
+
+    async def run(self) -> None:
+        """Look after ownership until stopped; asyncpg's errors end it."""
+        self._known_batch = await self._lanes.last_batch()
+        while not self._stopping:
+            await self._look()
+            await self._bell.wait(self._lease.renew_every_s)
+
+    def stop(self) -> None:
+        """Let `run` return after the look that is under way."""
+        self._stopping = True
+        self._bell.ring()
+
+    def sequenced(self, sequenced: Sequenced) -> None:
+        """This replica committed a batch: no need to read it back."""
+        if sequenced.batch == self._known_batch + 1:
+            self._known_batch = sequenced.batch
+        self._dispatcher.offer(sequenced.deliveries.counters)
+
+    async def free_all(self) -> None:
+        """A clean stop: what is on its way is written, then all is free at once."""
+        owned = [e.id for e in self._dispatcher.endpoints()]
+        await self._dispatcher.quiet(owned)
+        await self._recorder.checkpoint()
+        self._dispatcher.drop(owned)
+
+    # ------------------------------------------------------------- one look
+
+    async def _look(self) -> None:
+        clock = asyncio.get_running_loop().time
+        alive, dead = self._watch.observe(await self._replicas.peers(), clock())
+        alive.add(self._me)
+        for replica_id in dead - {self._me}:
+            if await self._replicas.bury(replica_id, self._actor, BURIAL_LOCK_TIMEOUT_S):
+                log.warning("a replica's lease ran out", replica=replica_id)
+        owner = await self._replicas.ownership()
+        mine = {e.id for e in self._dispatcher.endpoints()}
+        wanted = [e for e, o in owner.items() if o is None and preferred(e, alive) == self._me]
+        if wanted:
+            await self._claim(wanted)
+        if len(alive) > 1:
+            away = [e for e in mine if preferred(e, alive) != self._me]
+            if away:
+                await self._hand_over(away)
+        await self._notice_changes()
+        await self._follow()
+
+    async def _claim(self, wanted: list[UUID]) -> None:
+        epochs = await self._replicas.claim(self._me, wanted, self._actor)
+        if not epochs:
+            return
+        endpoints = {e.id: e for e in await self._lanes.endpoints(epochs)}
+        # In this order: what is sequenced after the counters were read is news.
+        batch = await self._lanes.last_batch()
+        loaded = await self._lanes.lanes(epochs)
+        self._dispatcher.adopt(loaded, endpoints, epochs, batch)
+        # Batches of our own that were committed while the lanes were read
+        # were offered to nobody.
+        self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
+        log.info("endpoints claimed", endpoints=len(epochs), lanes=len(loaded))
+        await self._finish_removals()
+
+    async def _hand_over(self, away: list[UUID]) -> None:
+        await self._dispatcher.quiet(away)
+        await self._recorder.checkpoint()
+        self._dispatcher.drop(away)
+        await self._replicas.release(self._me, away, self._actor, "moved to another replica")
+        await self._tell_others()
+        log.info("endpoints handed over", endpoints=len(away))
+
+    async def _notice_changes(self) -> None:
+        version = await self._lanes.version()
+        if version == self._version:
+            return
+        self._version = version
+        owned = [e.id for e in self._dispatcher.endpoints()]
+        self._dispatcher.update(await self._lanes.endpoints(owned))
+        await self._finish_removals()
+
+    async def _finish_removals(self) -> None:
+        for endpoint in [e for e in self._dispatcher.endpoints() if e.state != "active"]:
+            await self._dispatcher.quiet([endpoint.id])
+            lanes = self._dispatcher.drop([endpoint.id])
+            if endpoint.state == "removing":
+                await self._recorder.finish_removal(
+                    endpoint.id, [(lane.id, lane.acked_seq) for lane in lanes]
+                )
+            log.info("endpoint removed", endpoint=endpoint.name)
+
+    async def _follow(self) -> None:
+        """Tell the dispatcher of batches that other replicas sequenced."""
+        while news := await self._lanes.news(self._known_batch):
+            lanes = {lane for batch, batch_lanes in news for lane in batch_lanes}
+            mine = self._dispatcher.owned(lanes)
+            if mine:
+                self._dispatcher.offer(await self._lanes.counters(mine))
+            self._known_batch = max(self._known_batch, news[-1][0])

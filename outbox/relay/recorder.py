@@ -1,0 +1,170 @@
+"""The recorder: writes what became of deliveries, group by group.
+
+One task, one connection, one group at a time.  Successes wait up to
+`ack_group_ms` for company; a failure or the end of a delivery is written at
+once, together with everything that waits (so never without the successes of
+its own lane that came before it).  While a group is under way the next one
+gathers, which makes groups grow with the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from outbox.store.lanes import Fenced
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from uuid import UUID
+
+    from outbox.core.lane import Lane, Record
+    from outbox.store.lanes import RecordStore
+
+CHECKPOINT_EVERY_S = 1.0
+GROUP_MAX = 5_000
+"""Records in one statement; more wait for the next."""
+
+
+class Entry:
+    """One record on its way to the disk."""
+
+    __slots__ = ("done", "epoch", "lane", "record")
+
+    def __init__(self, lane: Lane, epoch: int, record: Record) -> None:
+        self.lane = lane
+        self.epoch = epoch
+        self.record = record
+        self.done: asyncio.Future[None] | None = None
+
+
+class Recorder:
+    """Groups records and writes them until cancelled.
+
+    Args:
+        group_s: how long a success may wait for company.
+        lease_left_s: how long this replica may still write; when it is over,
+            writing fails with Fenced.
+        lanes: everything this replica owns, as (lane, epoch), for checkpoints.
+    """
+
+    def __init__(
+        self,
+        store: RecordStore,
+        group_s: float,
+        lease_left_s: Callable[[], float],
+        lanes: Callable[[], Iterable[tuple[Lane, int]]],
+    ) -> None:
+        self._store = store
+        self._group_s = group_s
+        self._lease_left_s = lease_left_s
+        self._lanes = lanes
+        self._pending: list[Entry] = []
+        self._arrived = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._writing = asyncio.Lock()
+        self._checkpointed: dict[int, int] = {}
+
+    def add(self, lane: Lane, epoch: int, record: Record) -> None:
+        """Take a success; it is durable some time soon."""
+        self._append(Entry(lane, epoch, record))
+
+    async def write(self, lane: Lane, epoch: int, record: Record) -> None:
+        """Take a record that must be durable before its lane goes on.
+
+        Raises:
+            Fenced: this replica is no longer the owner.
+        """
+        entry = Entry(lane, epoch, record)
+        entry.done = asyncio.get_running_loop().create_future()
+        self._append(entry)
+        self._urgent.set()
+        await entry.done
+
+    async def flushed(self) -> None:
+        """Wait until nothing is on its way any more."""
+        self._urgent.set()
+        await self._idle.wait()
+
+    def _append(self, entry: Entry) -> None:
+        self._pending.append(entry)
+        self._idle.clear()
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Write groups and checkpoints until cancelled.
+
+        Raises:
+            Fenced: this replica is no longer the owner.
+        """
+        clock = asyncio.get_running_loop().time
+        checkpoint_at = clock() + CHECKPOINT_EVERY_S
+        while True:
+            try:
+                async with asyncio.timeout(max(checkpoint_at - clock(), 0)):
+                    await self._arrived.wait()
+            except TimeoutError:
+                await self.checkpoint()
+                checkpoint_at = clock() + CHECKPOINT_EVERY_S
+                continue
+            try:
+                async with asyncio.timeout(self._group_s):
+                    await self._urgent.wait()
+            except TimeoutError:
+                pass
+            await self._write_group()
+
+    async def _write_group(self) -> None:
+        group, self._pending = self._pending[:GROUP_MAX], self._pending[GROUP_MAX:]
+        if not self._pending:
+            self._arrived.clear()
+            self._urgent.clear()
+        try:
+            if self._lease_left_s() <= 0:
+                raise Fenced
+            async with self._writing:
+                await self._store.write([e.record for e in group], [e.epoch for e in group])
+        except BaseException as error:
+            for entry in group:
+                if entry.done is not None and not entry.done.done():
+                    # Waiters end with the task group that all of us are in.
+                    entry.done.cancel()
+            raise error
+        for entry in group:
+            entry.lane.recorded(entry.record)
+            if entry.done is not None and not entry.done.done():
+                entry.done.set_result(None)
+        if not self._pending:
+            self._idle.set()
+
+    async def finish_removal(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
+        """Give up what the (lane, acked number) pairs of a removed endpoint owe.
+
+        Raises:
+            Fenced: this replica is no longer the owner.
+        """
+        async with self._writing:
+            await self._store.finish_removal(endpoint_id, lanes)
+
+    async def checkpoint(self) -> None:
+        """Write down how far every lane is that moved since the last time.
+
+        Raises:
+            Fenced: a checkpoint was refused.
+        """
+        rows = [
+            (lane.id, epoch, lane.checkpoint())
+            for lane, epoch in self._lanes()
+            if lane.committed_seq > self._checkpointed.get(lane.id, -1)
+        ]
+        rows = [r for r in rows if r[2].acked_seq > 0]
+        if not rows:
+            return
+        async with self._writing:
+            if self._lease_left_s() <= 0:
+                raise Fenced
+            await self._store.checkpoint(rows)
+        for lane_id, _, progress in rows:
+            self._checkpointed[lane_id] = progress.acked_seq

@@ -1,0 +1,119 @@
+"""The relay process: session after session, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import asyncpg
+import structlog
+
+import outbox
+from outbox.errors import OutboxError
+from outbox.relay.session import Session
+from outbox.store.lanes import Fenced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from outbox.config import Settings
+    from outbox.store.dsn import Dsn
+    from outbox.transport.port import Transport
+
+log = structlog.get_logger("outbox.relay")
+
+RETRY_MIN_S, RETRY_MAX_S = 0.1, 5.0
+
+SURVIVABLE = (
+    OSError,
+    TimeoutError,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    # What asyncpg says when the server closed the connection while it was answering.
+    asyncpg.InternalClientError,
+    Fenced,
+)
+"""What ends a session but not the relay: the database, or the lease, was lost."""
+
+
+class Relay:
+    """Delivers until `stop`; survives the database's restarts.
+
+    Args:
+        transport: used over all sessions, closed by whoever made it.
+    """
+
+    def __init__(self, dsn: Dsn, settings: Settings, transport: Transport) -> None:
+        self._dsn = dsn
+        self._settings = settings
+        self._transport = transport
+        self._stop = asyncio.Event()
+
+    def stop(self) -> None:
+        """Drain and return; bounded by `drain_s`."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Deliver until stopped.
+
+        Raises:
+            OutboxError: the database cannot be used at the first attempt;
+                later ones are repeated.
+        """
+        name = f"{socket.gethostname()}:{os.getpid()}"
+        replica_id: int | None = None
+        delay_s = RETRY_MIN_S
+        while not self._stop.is_set():
+            session = Session(
+                self._dsn,
+                self._settings,
+                self._transport,
+                name,
+                outbox.__version__,
+                predecessor=replica_id,
+            )
+            started_at = asyncio.get_running_loop().time()
+            try:
+                await session.run(self._stop)
+            except Exception as error:
+                reason = _why_survivable(error, registered=session.replica_id is not None)
+            else:
+                break
+            replica_id = session.replica_id
+            if asyncio.get_running_loop().time() - started_at > RETRY_MAX_S:
+                delay_s = RETRY_MIN_S
+            log.warning("the session was lost", reason=reason, retry_s=round(delay_s, 1))
+            try:
+                async with asyncio.timeout(delay_s):
+                    await self._stop.wait()
+            except TimeoutError:
+                pass
+            delay_s = min(delay_s * 2, RETRY_MAX_S)
+        log.info("stopped")
+
+
+def _why_survivable(error: Exception, *, registered: bool) -> str:
+    """The reason to try again, or the error itself if there is none.
+
+    Before it was ever registered, the relay says what is wrong and ends, so
+    that a wrong DSN is noticed; afterwards the database is expected back.
+    """
+    leaves = list(_leaves(error))
+    for leaf in leaves:
+        if isinstance(leaf, SURVIVABLE) or (registered and isinstance(leaf, OutboxError)):
+            continue
+        raise leaf if len(leaves) == 1 else error
+    first = leaves[0]
+    if isinstance(first, Fenced):
+        return "the lease ran out or another replica took over"
+    return f"{type(first).__name__}: {first}".strip().partition("\n")[0]
+
+
+def _leaves(error: Exception) -> Iterator[Exception]:
+    if isinstance(error, ExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error

@@ -1,0 +1,312 @@
+"""The sequencer: turns committed events into numbered deliveries, batch by batch.
+
+One batch is one transaction that holds the cursor row.  When batches find
+nothing, the sequencer goes to sleep by the wake-up protocol, whose steps must
+stay in this order: set the flag, look at the producers in flight, read once
+more, wait.  A producer that begins after the flag is set notifies; one that
+was in flight is in the look, and is watched until it ends.  Behind it all the
+sleeper looks each `poll_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import structlog
+
+from outbox.core.gaps import CursorState, GapTracker, Holders, Step
+from outbox.core.sequencing import Deliveries, Router, number
+from outbox.errors import CursorBroken
+from outbox.store.cursor import AWAKE, CursorStore, Lock, Look
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.config import Settings
+    from outbox.core.sequencing import Sighting
+    from outbox.relay.bell import Bell
+
+log = structlog.get_logger("outbox.sequencer")
+
+LINGER_S = 0.03
+"""How long a sequencer without work goes on looking before it sleeps."""
+LINGER_STEP_S = 0.002
+ASLEEP_S = 60
+"""How far ahead the flag says "may be asleep"; renewed at half of it."""
+WATCH_MIN_S, WATCH_MAX_S = 0.002, 0.05
+BROKEN_RETRY_S = 5.0
+REPLAYS_MAX = 500
+
+
+class Turn(Enum):
+    """What became of one attempt to sequence."""
+
+    MOVED = auto()
+    IDLE = auto()
+    NOT_MINE = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Sequenced:
+    """One committed batch: which lanes got what."""
+
+    batch: int
+    events: int
+    deliveries: Deliveries
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a transaction will have done once it is committed."""
+
+    state: CursorState
+    step: Step
+    sequenced: Sequenced | None
+
+
+class Sequencer:
+    """Sequences on one connection.
+
+    Args:
+        on_batch: called after each committed batch.
+        bell: rung by notifications.
+        notified: whether notifications can arrive at all; without them the
+            sequencer polls and the producers are never asked to notify.
+    """
+
+    tracker_type: type[GapTracker] = GapTracker
+
+    def __init__(
+        self,
+        store: CursorStore,
+        replica_id: int,
+        settings: Settings,
+        bell: Bell,
+        on_batch: Callable[[Sequenced], None],
+        *,
+        notified: bool,
+    ) -> None:
+        self._store = store
+        self._me = replica_id
+        self._settings = settings
+        self._bell = bell
+        self._on_batch = on_batch
+        self._notified = notified
+        self._tracker = self.tracker_type()
+        # All of this is a copy of the tables, good while nobody else wrote.
+        self._state: CursorState | None = None
+        self._counters: dict[int, int] = {}
+        self._router: Router | None = None
+        self._version = 0
+        self._asleep_until = 0.0
+        self._watched: Holders = frozenset()
+        self._replays_left = False
+        self._stopping = False
+
+    # ------------------------------------------------------------- the loop
+
+    async def run(self) -> None:
+        """Sequence until stopped; asyncpg's errors end it."""
+        clock = asyncio.get_running_loop().time
+        await self._checked()
+        moved_at = clock()
+        while not self._stopping:
+            try:
+                turn = await self.turn()
+                rested = clock() - moved_at > LINGER_S
+                if turn is Turn.IDLE and self._notified and rested and not self._asleep_until:
+                    turn = await self._fall_asleep()
+            except CursorBroken as broken:
+                log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
+                await self._bell.wait(BROKEN_RETRY_S)
+                await self._checked()
+                continue
+            if turn is Turn.MOVED:
+                moved_at = clock()
+            elif turn is Turn.NOT_MINE or self._asleep_until:
+                await self._sleep()
+            elif self._notified:
+                await self._bell.wait(LINGER_STEP_S)
+            else:
+                await self._bell.wait(self._settings.poll_s)
+
+    def stop(self) -> None:
+        """Let `run` return after the turn that is under way."""
+        self._stopping = True
+        self._bell.ring()
+
+    async def _checked(self) -> None:
+        try:
+            await self._store.check()
+        except CursorBroken as broken:
+            log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
+
+    async def _fall_asleep(self) -> Turn:
+        """Set the flag, look at who is in flight, read once more."""
+        clock = asyncio.get_running_loop().time
+        self._bell.clear()
+        turn = await self.turn(fall_asleep=True)
+        if turn is Turn.IDLE:
+            self._asleep_until = clock() + ASLEEP_S
+        return turn
+
+    async def _sleep(self) -> None:
+        """Wait for a ring, the end of a watched producer, or the next look."""
+        clock = asyncio.get_running_loop().time
+        look_at = clock() + self._settings.poll_s
+        step_s = WATCH_MIN_S
+        while True:
+            left_s = look_at - clock()
+            if left_s <= 0 or await self._bell.wait(
+                min(step_s, left_s) if self._watched else left_s
+            ):
+                break
+            if not self._watched:
+                break
+            remaining = self._watched & await self._store.holders()
+            if remaining != self._watched:
+                # It stays asleep; who began since then notifies.
+                self._watched = remaining
+                break
+            step_s = min(step_s * 2, WATCH_MAX_S)
+        if self._asleep_until and clock() > self._asleep_until - ASLEEP_S / 2:
+            self._asleep_until = 0.0  # The flag is about to run out: set it anew.
+
+    # ------------------------------------------------------------ one batch
+
+    async def turn(self, *, fall_asleep: bool = False) -> Turn:
+        """Sequence one batch, if the cursor row is free and there is something.
+
+        Raises:
+            CursorBroken: the sequence cannot be trusted; nothing was written.
+        """
+        transaction = self._store.transaction()
+        await transaction.start()
+        try:
+            lock = await self._store.lock()
+            if lock is None:
+                self._watched = frozenset()
+                await transaction.rollback()
+                return Turn.NOT_MINE
+            if fall_asleep:
+                await self._store.set_asleep(ASLEEP_S)
+            written = await self._batch(await self._take_over(lock), lock, watch=fall_asleep)
+            if written is None:
+                # Unlike a commit, a rollback does not wait for the disk.
+                await transaction.rollback()
+                return Turn.IDLE
+            await transaction.commit()
+        except CursorBroken:
+            self.forget()
+            await transaction.rollback()
+            raise
+        except BaseException:
+            # Whether it was committed is not known: only the tables tell.
+            self.forget()
+            raise
+        self._done(written)
+        return Turn.MOVED
+
+    async def leave(self) -> None:
+        """Spare the producers their notifications to nobody."""
+        async with self._store.transaction():
+            if await self._store.lock() is not None:
+                await self._store.set_wakeup(AWAKE)
+
+    async def _take_over(self, lock: Lock) -> CursorState:
+        """The cursor's state; from the tables unless this replica wrote last."""
+        if lock.version != self._version:
+            self._router = None
+            self._version = lock.version
+        if self._state is None or lock.writer != self._me:
+            self._tracker.forget()
+            self._counters.clear()
+            self._state = await self._store.state()
+        return self._state
+
+    async def _batch(self, state: CursorState, lock: Lock, *, watch: bool) -> _Written | None:
+        """Read, decide, write; None when the tables need no change."""
+        clock = asyncio.get_running_loop().time
+        store, tracker = self._store, self._tracker
+        changed = self._router is None
+        if self._router is None:
+            self._router = Router(await store.routes())
+        before = await store.holders() if watch or state.young or state.old else frozenset()
+        if watch:
+            self._watched = before
+        tracker.begin(state, before, clock())
+        while True:
+            limit = self._settings.batch_events_max
+            events = await store.read(state.high, tracker.ranges(), limit)
+            after = await store.look()
+            self._plausible(state, events, after)
+            if tracker.complete(after.holders):
+                break
+        fits = self._router.cut(events, self._settings.batch_deliveries_max)
+        cut = len(events) == limit or fits < len(events)
+        events = events[:fits]
+        step = tracker.close([e.id for e in events], cut, after.holders, clock())
+        replays = await store.replays(REPLAYS_MAX) if changed or self._replays_left else []
+        self._replays_left = len(replays) == REPLAYS_MAX
+        if events and after.wakeup != AWAKE:
+            await store.set_wakeup(AWAKE)
+        if events or after.wakeup == AWAKE:
+            self._asleep_until = 0.0
+        if not step.moved and not replays:
+            if lock.writer != self._me and (state.young or state.old):
+                # What was captured is only worth remembering under our name.
+                await store.sign(self._me)
+                return _Written(state, step, None)
+            if lock.writer == self._me:
+                tracker.committed(step)
+            return None
+        lanes = self._router.lanes_of(events) | {r.lane_id for r in replays}
+        unknown = lanes - self._counters.keys()
+        if unknown:
+            self._counters |= await store.counters(unknown)
+        deliveries = number(self._router, events, replays, self._counters)
+        batch = state.batch + 1
+        await store.write(batch, step, len(events), deliveries, self._me)
+        if lock.writer != self._me:
+            await store.sign(self._me)
+        if deliveries:
+            await store.wake_owners()
+        old = tuple(sorted({*state.old, *step.old_opened} - {*step.old_closed}))
+        return _Written(
+            CursorState(batch, step.high, step.young, old),
+            step,
+            Sequenced(batch, len(events), deliveries),
+        )
+
+    def _done(self, written: _Written) -> None:
+        """The batch is durable: what it knows may be remembered and told."""
+        self._tracker.committed(written.step)
+        self._state = written.state
+        if written.sequenced is not None:
+            self._counters |= written.sequenced.deliveries.counters
+            self._on_batch(written.sequenced)
+
+    @staticmethod
+    def _plausible(state: CursorState, events: list[Sighting], after: Look) -> None:
+        if after.last_id < state.high:
+            raise CursorBroken(
+                f"the sequence of outbox.id went back to {after.last_id}, below {state.high}, "
+                "which was already read; set it to a higher value with setval"
+            )
+        if events and events[-1].id > after.last_id:
+            raise CursorBroken(
+                f"outbox holds id {events[-1].id}, above its sequence's last value "
+                f"{after.last_id}: it was written with an explicit id (COPY?); remove the row "
+                "or set the sequence to a higher value with setval"
+            )
+
+    def forget(self) -> None:
+        """Drop everything that is only a copy of the tables."""
+        self._tracker.forget()
+        self._state = None
+        self._counters.clear()
+        self._version = 0
+        self._router = None

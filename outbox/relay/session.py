@@ -1,0 +1,185 @@
+"""One life of a replica: from registering to leaving or losing the database.
+
+Everything runs in one task group.  Whatever fails ends all of it, closes what
+is in flight, and leaves a new session to start from the tables: there is no
+half-alive replica.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from outbox.core.ownership import Lease
+from outbox.relay.bell import Bell
+from outbox.relay.dispatcher import Dispatcher
+from outbox.relay.listener import Listener
+from outbox.relay.maintenance import maintain
+from outbox.relay.ownership import Ownership, keep_lease
+from outbox.relay.recorder import Recorder
+from outbox.relay.sequencer import Sequencer
+from outbox.store.connect import connect
+from outbox.store.cursor import CursorStore
+from outbox.store.lanes import LaneStore, RecordStore
+from outbox.store.migrate import require_current
+from outbox.store.notify import WAKE_ALL
+from outbox.store.partitions import PartitionStore
+from outbox.store.replicas import ReplicaStore, application_name
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.config import Settings
+    from outbox.store.dsn import Dsn
+    from outbox.transport.port import Transport
+
+log = structlog.get_logger("outbox.relay")
+
+IDLE_IN_TRANSACTION_SHARE = 0.8
+"""Of the lease: a frozen replica must not sit on a row lock for longer."""
+
+
+class Session:
+    """A registered replica.
+
+    Args:
+        predecessor: the replica this process was before; it has ended, so its
+            endpoints are free at once.
+    """
+
+    def __init__(
+        self,
+        dsn: Dsn,
+        settings: Settings,
+        transport: Transport,
+        name: str,
+        version: str,
+        predecessor: int | None,
+    ) -> None:
+        self._dsn = dsn
+        self._settings = settings
+        self._transport = transport
+        self._name = name
+        self._version = version
+        self.replica_id = predecessor
+        self._listening = settings.notify and not settings.pooled
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop` is set and everything is handed over.
+
+        Raises:
+            ExceptionGroup: of asyncpg's errors, OSError or Fenced when the
+                session is over for another reason.
+            OutboxError: the database cannot be used.
+        """
+        settings = self._settings
+        loop = asyncio.get_running_loop()
+        lease = Lease(settings.lease_s)
+
+        def lease_left_s() -> float:
+            return lease.left_s(loop.time())
+
+        async with AsyncExitStack() as stack:
+            control = await self._connect(stack, "outbox-relay")
+            await require_current(control, settings.schema_name)
+            replicas = ReplicaStore(control)
+            if self.replica_id is not None:
+                await replicas.bury(self.replica_id, f"replica {self.replica_id}", settings.lease_s)
+            started_at = loop.time()
+            me = await replicas.register(self._name, self._version, settings.lease_s)
+            self.replica_id = me
+            lease.renewed(started_at)
+            own_name = application_name(me)
+            for_renewal, for_cursor, for_reader, for_records, for_upkeep = [
+                await self._connect(stack, own_name) for _ in range(5)
+            ]
+            await replicas.set_pids(
+                me, [c.get_server_pid() for c in (for_cursor, for_reader, for_records)]
+            )
+            log.info("replica registered", replica=me, lease_s=settings.lease_s)
+
+            events, owners = Bell(), Bell()
+            recorder = Recorder(
+                RecordStore(for_records, me),
+                settings.ack_group_ms / 1000,
+                lease_left_s,
+                lambda: dispatcher.lanes(),
+            )
+            dispatcher = Dispatcher(
+                LaneStore(for_reader),
+                recorder,
+                self._transport,
+                lease_left_s,
+                settings.in_flight_max,
+            )
+            ownership = Ownership(
+                replicas,
+                LaneStore(control),
+                dispatcher,
+                recorder,
+                me,
+                lease,
+                owners,
+                tell_others=lambda: control.execute(WAKE_ALL),
+            )
+            sequencer = Sequencer(
+                CursorStore(for_cursor),
+                me,
+                settings,
+                events,
+                ownership.sequenced,
+                notified=self._listening,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(keep_lease(ReplicaStore(for_renewal), me, lease)),
+                    tasks.create_task(recorder.run()),
+                    tasks.create_task(dispatcher.run()),
+                    tasks.create_task(maintain(PartitionStore(for_upkeep))),
+                ]
+                if self._listening:
+                    listener = Listener(self._open_listener, settings.schema_name, events, owners)
+                    background.append(tasks.create_task(listener.run()))
+                working = [
+                    tasks.create_task(ownership.run()),
+                    tasks.create_task(sequencer.run()),
+                ]
+                await stop.wait()
+                log.info("draining", at_most_s=settings.drain_s)
+                dispatcher.stop(e.id for e in dispatcher.endpoints())
+                ownership.stop()
+                sequencer.stop()
+                await asyncio.wait(working)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(settings.drain_s):
+                        await ownership.free_all()
+                await sequencer.leave()
+                await replicas.leave(me, f"replica {me}")
+                await control.execute(WAKE_ALL)
+                for task in background:
+                    task.cancel()
+            self.replica_id = None
+
+    async def _connect(self, stack: AsyncExitStack, name: str) -> Connection[Any]:
+        settings = self._settings
+        limit_ms = int(settings.lease_s * IDLE_IN_TRANSACTION_SHARE * 1000)
+        connection = await connect(
+            self._dsn,
+            schema=settings.schema_name,
+            application_name=name,
+            server_settings={"idle_in_transaction_session_timeout": str(limit_ms)},
+            pooled=settings.pooled,
+        )
+        # Not closed politely: after a failure that could wait for ever.
+        stack.callback(connection.terminate)
+        return connection
+
+    async def _open_listener(self) -> Connection[Any]:
+        return await connect(
+            self._dsn,
+            schema=self._settings.schema_name,
+            application_name="outbox-relay:listen",
+        )

@@ -1,0 +1,1 @@
+"""PostgreSQL: the only place with SQL.  Every statement has a name and a reason."""

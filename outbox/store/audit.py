@@ -1,0 +1,225 @@
+"""The audit behind `outbox verify`: the promises, asked of the database itself.
+
+Every check is one query that returns the exceptions to a promise, as text.
+All run in one snapshot, so a relay may work meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asyncpg import Connection
+
+EXAMPLES_MAX = 5
+
+# A subscription pattern as a regular expression; see outbox.core.pattern.
+_MATCHES = r"""(
+    EXISTS (SELECT FROM unnest(s.types) AS p(pattern)
+             WHERE o.type ~ ('^' || replace(replace(replace(replace(
+                       p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')
+               AND (o.type NOT LIKE 'outbox.%' OR p.pattern LIKE 'outbox.%'))
+    AND (s.all_tenants OR s.tenant IS NOT DISTINCT FROM o.tenant))
+"""
+
+# In which batch every committed event was sequenced: as a late one, or when
+# the cursor passed it.  Ids in open gaps are not sequenced yet.
+# width_bucket finds the batch by binary search; a join would be quadratic.
+_SEQUENCED = """
+late AS (
+    SELECT b.batch, generate_series(lower(r), upper(r) - 1) AS id
+      FROM batch b, unnest(b.found) r),
+open AS (
+    SELECT int8range(lo, hi, '[]') AS ids FROM gap
+    UNION ALL
+    SELECT r FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young) r),
+passed AS (
+    SELECT array_agg(high ORDER BY high) AS highs, array_agg(batch ORDER BY high) AS batches
+      FROM (SELECT high, min(batch) AS batch FROM batch GROUP BY high) first),
+sequenced AS (
+    SELECT o.id,
+           coalesce(late.batch, passed.batches[width_bucket(o.id - 1, passed.highs) + 1]) AS batch
+      FROM passed
+      JOIN outbox o ON o.id <= passed.highs[cardinality(passed.highs)]
+      LEFT JOIN late ON late.id = o.id
+     WHERE NOT EXISTS (SELECT FROM open WHERE open.ids @> o.id))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A promise, and the query for the exceptions to it."""
+
+    name: str
+    promise: str
+    query: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found."""
+
+    check: Check
+    violations: int
+    examples: tuple[str, ...]
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "lost",
+        "no committed event was taken for one that will never appear",
+        """
+        SELECT format('event %s was declared dead by batch %s', o.id, b.batch)
+          FROM batch b, unnest(b.dead) r, outbox o
+         WHERE o.id >= lower(r) AND o.id < upper(r)
+        """,
+    ),
+    Check(
+        "complete",
+        "every committed event has one delivery for each endpoint that subscribed to it",
+        f"""
+        WITH {_SEQUENCED}
+        SELECT format('event %s has %s deliveries for endpoint %s', q.id, count(d.seq), e.name)
+          FROM sequenced q
+          JOIN outbox o ON o.id = q.id
+          JOIN subscription s ON s.from_batch <= q.batch
+           AND (s.to_batch IS NULL OR q.batch < s.to_batch) AND {_MATCHES}
+          JOIN endpoint e ON e.id = s.endpoint_id
+          LEFT JOIN (delivery d JOIN lane l ON l.id = d.lane_id)
+            ON d.outbox_id = q.id AND d.batch = q.batch AND l.endpoint_id = e.id
+           AND d.replay_id IS NULL
+         GROUP BY q.id, e.id HAVING count(d.seq) <> 1
+        """,  # noqa: S608 (constants only)
+    ),
+    Check(
+        "real",
+        "every delivery is of a committed event that its endpoint subscribed to",
+        f"""
+        SELECT format('lane %s number %s: event %s', d.lane_id, d.seq, d.outbox_id)
+          FROM delivery d
+          JOIN lane l ON l.id = d.lane_id
+          LEFT JOIN outbox o ON o.id = d.outbox_id
+         WHERE d.replay_id IS NULL
+           AND NOT coalesce(EXISTS (
+                 SELECT FROM subscription s
+                  WHERE s.endpoint_id = l.endpoint_id AND s.from_batch <= d.batch
+                    AND (s.to_batch IS NULL OR d.batch < s.to_batch) AND {_MATCHES}), false)
+        """,  # noqa: S608 (constants only)
+    ),
+    Check(
+        "once",
+        "no event was given two numbers in one endpoint, apart from replays",
+        """
+        SELECT format('event %s has numbers in endpoint %s: %s', d.outbox_id, l.endpoint_id,
+                      string_agg(d.seq::text, ', '))
+          FROM delivery d JOIN lane l ON l.id = d.lane_id
+         WHERE d.replay_id IS NULL
+         GROUP BY d.outbox_id, l.endpoint_id HAVING count(*) > 1
+        """,
+    ),
+    Check(
+        "numbered",
+        "in every lane the numbers are 1, 2, 3 … without holes",
+        """
+        SELECT format('lane %s: counter %s, %s deliveries from %s to %s', c.lane_id, c.last_seq,
+                      count(d.seq), min(d.seq), max(d.seq))
+          FROM lane_counter c LEFT JOIN delivery d ON d.lane_id = c.lane_id
+         GROUP BY c.lane_id
+        HAVING count(d.seq) <> c.last_seq OR count(DISTINCT d.seq) <> c.last_seq
+            OR coalesce(max(d.seq), 0) <> c.last_seq
+        """,
+    ),
+    Check(
+        "accounted",
+        "every number that a lane passed was delivered or given up, and not both",
+        """
+        SELECT format('lane %s number %s: %s successes, %s dead letters', d.lane_id, d.seq,
+                      (a.n > 0)::int, x.n)
+          FROM lane_progress p
+          JOIN delivery d ON d.lane_id = p.lane_id AND d.seq <= p.acked_seq
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS n FROM attempt a
+                WHERE a.lane_id = d.lane_id AND a.batch = d.batch AND a.seq = d.seq
+                  AND a.outcome = 'delivered') a
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS n FROM dead_letter x
+                WHERE x.lane_id = d.lane_id AND d.seq BETWEEN x.seq AND x.to_seq) x
+         WHERE (a.n > 0)::int + x.n <> 1
+        """,
+    ),
+    Check(
+        "in order",
+        "behind a lane's checkpoint the acknowledged numbers follow one another",
+        """
+        SELECT format('lane %s: acknowledged %s after checkpoint %s', t.lane_id, t.seq, t.acked_seq)
+          FROM (SELECT p.lane_id, p.acked_seq, a.seq,
+                       dense_rank() OVER (PARTITION BY p.lane_id ORDER BY a.seq) AS nth
+                  FROM lane_progress p
+                  JOIN attempt a ON a.lane_id = p.lane_id AND a.batch >= p.floor_batch
+                   AND a.seq > p.acked_seq AND a.outcome = 'delivered') t
+         WHERE t.seq <> t.acked_seq + t.nth
+        """,
+    ),
+    Check(
+        "gaps",
+        "open gaps lie below the cursor and do not overlap",
+        """
+        WITH open AS (
+            SELECT int8range(lo, hi, '[]') AS ids FROM gap
+            UNION ALL
+            SELECT r FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b,
+                          unnest(b.young) r)
+        SELECT format('gap %s', a.ids) FROM open a
+         WHERE upper(a.ids) > (SELECT max(high) FROM batch) + 1
+            OR (SELECT count(*) FROM open b WHERE b.ids && a.ids) > 1
+        """,
+    ),
+    Check(
+        "owned",
+        "the journal tells the same owners and endpoints as the tables",
+        """
+        SELECT format('endpoint %s: epoch %s, journal %s', o.endpoint_id, o.epoch, j.epoch)
+          FROM ownership o
+          LEFT JOIN LATERAL (
+               SELECT max((data ->> 'epoch')::bigint) AS epoch FROM journal j
+                WHERE j.endpoint_id = o.endpoint_id
+                  AND j.kind IN ('endpoint_claimed', 'endpoint_freed')) j ON true
+         WHERE o.epoch <> coalesce(j.epoch, 0)
+        UNION ALL
+        SELECT format('endpoint %s is %s, journal: %s', e.id, e.state, j.kind)
+          FROM endpoint e
+          LEFT JOIN LATERAL (
+               SELECT kind FROM journal j
+                WHERE j.endpoint_id = e.id AND j.kind IN ('endpoint_added', 'endpoint_removed')
+                ORDER BY j.id DESC LIMIT 1) j ON true
+         WHERE (e.state = 'removed') <> (coalesce(j.kind, '') = 'endpoint_removed')
+        """,
+    ),
+)
+
+COUNTS = """
+SELECT (SELECT count(*) FROM outbox) AS events,
+       (SELECT count(*) FROM delivery) AS deliveries,
+       (SELECT count(*) FROM attempt) AS attempts,
+       (SELECT count(*) FROM dead_letter) AS dead_letters,
+       (SELECT count(*) FROM lane) AS lanes
+"""
+
+
+async def audit(connection: Connection[Any]) -> AsyncIterator[Finding]:
+    """Run every check in one snapshot; yields what each found, in order."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        for check in CHECKS:
+            row = await connection.fetchrow(
+                f"SELECT count(*) AS n, (array_agg(what))[1:{EXAMPLES_MAX}] AS examples "  # noqa: S608
+                f"FROM ({check.query}) AS exceptions(what)"
+            )
+            yield Finding(check, row["n"], tuple(row["examples"] or ()))
+
+
+async def counts(connection: Connection[Any]) -> dict[str, int]:
+    """How much the audit is about."""
+    return dict(await connection.fetchrow(COUNTS))

@@ -1,0 +1,71 @@
+"""Changes of who gets what: the one way to make them.
+
+A batch in flight reads subscriptions, lanes and replays.  Whoever changes one
+of them takes the cursor row first, waiting for that batch to end, and makes
+the change hold from the next batch on.  Otherwise the batch could leave
+deliveries owed by an endpoint that is gone, and in no dead-letter range.
+"""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.store.connect import map_errors
+from outbox.store.notify import WAKE_ALL
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+# Waits, unlike the sequencer, which passes over a row that another one holds.
+LOCK_CURSOR = "SELECT FROM cursor FOR UPDATE"
+
+# A statement of its own: its snapshot begins after the lock was granted.
+READ_BATCH = "SELECT max(batch) FROM batch"
+
+# Sequencers compare it with what their cache of endpoints was built from.
+RAISE_VERSION = "UPDATE cursor SET version = version + 1"
+
+WRITE_JOURNAL = """
+INSERT INTO journal (kind, actor, endpoint_id, data) VALUES ($1, $2, $3, $4::text::jsonb)
+"""
+
+
+@asynccontextmanager
+async def change(connection: Connection[Any], schema: str) -> AsyncIterator[int]:
+    """A transaction for a change of who gets what.
+
+    Yields:
+        The batch from which on the change holds.
+
+    Raises:
+        SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
+    """
+    with map_errors(schema):
+        # READ COMMITTED, whatever the default here: under REPEATABLE READ the
+        # newest batch would be the one from before the wait.
+        async with connection.transaction(isolation="read_committed"):
+            await connection.execute(LOCK_CURSOR)
+            batch: int = await connection.fetchval(READ_BATCH)
+            yield batch + 1
+            await connection.execute(RAISE_VERSION)
+            # Sent when this commits, so relays never look too early.
+            await connection.execute(WAKE_ALL)
+
+
+async def write_journal(
+    connection: Connection[Any],
+    kind: str,
+    actor: str,
+    endpoint_id: UUID | None,
+    data: Mapping[str, Any],
+) -> None:
+    """Keep what happened and who did it, in the transaction that does it."""
+    await connection.execute(
+        WRITE_JOURNAL, kind, actor, endpoint_id, orjson.dumps(dict(data)).decode()
+    )

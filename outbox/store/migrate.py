@@ -1,0 +1,317 @@
+"""Brings a schema to this version: numbered plain SQL, each file once.
+
+What was applied stands in the schema's own table `migration`.  An advisory
+lock of the transaction, keyed by the schema's name, makes one of several
+migrators do the work and the others find it done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from outbox.core.names import quote_ident, quote_literal, schema_name, search_path
+from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
+from outbox.store.connect import map_errors, schema_missing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.resources.abc import Traversable
+
+    from asyncpg import Connection
+
+PAYLOAD_BYTES_RANGE = (1024, 67_108_864)
+"""What `set_payload_bytes_max` takes."""
+
+# One migrator at a time for each schema; the lock goes with the transaction.
+LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('outbox migrate ' || $1, 0))"
+
+FIND_SCHEMA = "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
+
+# The history table of exactly this schema, whatever the search path.
+FIND_HISTORY = """
+SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+                WHERE n.nspname = $1 AND c.relname = 'migration' AND c.relkind = 'r')
+"""
+
+CREATE_HISTORY = """CREATE TABLE IF NOT EXISTS migration (
+    version    integer     PRIMARY KEY,
+    name       text        NOT NULL,
+    checksum   text        NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+)"""
+
+READ_HISTORY = "SELECT version, name, checksum FROM {schema}.migration ORDER BY version"
+
+WRITE_HISTORY = "INSERT INTO migration (version, name, checksum) VALUES ({}, {}, {})"
+
+# A script applied twice, or to another version, stops before it changes anything.
+GUARD = """DO $$ BEGIN
+    IF (SELECT coalesce(max(version), 0) FROM migration) <> {after} THEN
+        RAISE EXCEPTION 'this script is for a schema at version {after}, and this one is at %',
+            (SELECT coalesce(max(version), 0) FROM migration);
+    END IF;
+END $$;"""
+
+READ_PAYLOAD_LIMIT = "SELECT payload_bytes_max()"
+SET_PAYLOAD_LIMIT = "SELECT set_payload_bytes_max({})"
+GRANT_PRODUCER = "SELECT grant_producer({}::regrole)"
+
+# Changing the limit needs the table for itself for a moment.  Producers queue
+# behind whoever waits for that, so it does not wait long.
+BOUND_WAIT = "SET LOCAL lock_timeout = '2s'"
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One file of `schema/`."""
+
+    version: int
+    name: str
+    sql: str
+    checksum: str
+
+    def __str__(self) -> str:
+        """`0001_outbox`."""
+        return f"{self.version:04}_{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a schema is."""
+
+    schema: str
+    version: int
+    """0: nothing is there."""
+    applied: tuple[Migration, ...]
+    pending: tuple[Migration, ...]
+
+
+@cache
+def migrations() -> tuple[Migration, ...]:
+    """The files of this version, in order.
+
+    They are inside the package when it was installed, and beside it in a
+    checkout.
+    """
+    directory: Traversable = resources.files("outbox") / "schema"
+    if not directory.is_dir():
+        directory = Path(__file__).resolve().parents[2] / "schema"
+    found = []
+    for entry in directory.iterdir():
+        match = re.fullmatch(r"([0-9]{4})_(\w+)\.sql", entry.name)
+        if match:
+            # A checkout with other line ends holds the same migration.
+            text = entry.read_text(encoding="utf-8").replace("\r\n", "\n")
+            checksum = hashlib.sha256(text.encode()).hexdigest()
+            found.append(Migration(int(match[1]), match[2], text, checksum))
+    found.sort(key=lambda migration: migration.version)
+    if [m.version for m in found] != list(range(1, len(found) + 1)) or not found:
+        raise CannotRun(f"the installation is damaged: {directory} has not all migrations")
+    return tuple(found)
+
+
+async def status(connection: Connection[Any], schema: str) -> Status:
+    """What is applied and what is pending; changes nothing.
+
+    Raises:
+        SchemaTooNew: a later version of this package migrated it.
+        CannotRun: an applied file differs from ours, or the schema belongs to
+            something else.
+        DatabaseUnavailable: the connection was lost.
+    """
+    with map_errors(schema):
+        applied = await _read_history(connection, schema)
+    known = migrations()
+    if applied and max(applied) > known[-1].version:
+        raise SchemaTooNew(
+            f'schema "{schema}" is at version {max(applied)}, this program knows '
+            f"{known[-1].version}; upgrade outbox-relay here"
+        )
+    for migration in known:
+        checksum = applied.get(migration.version)
+        if checksum is not None and checksum != migration.checksum:
+            raise CannotRun(
+                f'schema "{schema}" was made from another {migration} than this program has; '
+                "use the version of outbox-relay that made it, or an empty schema"
+            )
+    done = tuple(m for m in known if m.version in applied)
+    pending = tuple(m for m in known if m.version not in applied)
+    if pending and any(m.version > pending[0].version for m in done):
+        raise CannotRun(f'the history of schema "{schema}" has a hole before {done[-1]}')
+    return Status(schema, done[-1].version if done else 0, done, pending)
+
+
+async def require_current(connection: Connection[Any], schema: str) -> None:
+    """Refuse to work with a schema of another version.
+
+    Raises:
+        SchemaMissing: it is absent, or older than this program.
+        SchemaTooNew: it is newer.
+        CannotRun: as in `status`.
+    """
+    found = await status(connection, schema)
+    if not found.applied:
+        raise schema_missing(schema)
+    if found.pending:
+        raise SchemaMissing(
+            f'schema "{schema}" is at version {found.version}, this program needs '
+            f"{found.pending[-1].version}; run: outbox migrate"
+        )
+
+
+async def migrate(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    producers: Sequence[str] = (),
+    payload_bytes_max: int | None = None,
+) -> list[Migration]:
+    """Apply what is pending, each file in a transaction of its own.
+
+    Args:
+        connection: outside of a transaction; its search path does not matter.
+        schema: created when it is missing.
+        producers: existing roles that get what is needed to publish.
+        payload_bytes_max: the limit on payloads, as text; None leaves it.
+
+    Returns:
+        What was applied by this call, so an empty list when all was there.
+
+    Raises:
+        UsageError: a bad name, limit or role.
+        SchemaTooNew, CannotRun, DatabaseUnavailable: as in `status`.
+    """
+    schema_name(schema)
+    _check_payload_limit(payload_bytes_max)
+    done: list[Migration] = []
+    with map_errors(schema):
+        while True:
+            # READ COMMITTED, whatever the default here: the history has to be
+            # read in a snapshot that begins after the lock was granted.
+            async with connection.transaction(isolation="read_committed"):
+                await connection.execute(LOCK, schema)
+                found = await status(connection, schema)
+                if not found.pending:
+                    await _apply_settings(connection, schema, producers, payload_bytes_max)
+                    return done
+                await _apply(connection, schema, found.pending[0])
+            done.append(found.pending[0])
+
+
+async def _read_history(connection: Connection[Any], schema: str) -> dict[int, str]:
+    if not await connection.fetchval(FIND_HISTORY, schema):
+        return {}
+    try:
+        rows = await connection.fetch(READ_HISTORY.format(schema=quote_ident(schema)))
+    except asyncpg.UndefinedColumnError as error:
+        raise _not_ours(schema) from error
+    return {row["version"]: row["checksum"] for row in rows}
+
+
+async def _apply(connection: Connection[Any], schema: str, migration: Migration) -> None:
+    if not await connection.fetchval(FIND_SCHEMA, schema):
+        await connection.execute(f"CREATE SCHEMA {quote_ident(schema)}")
+    await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
+    await connection.execute(CREATE_HISTORY)
+    try:
+        await connection.execute(migration.sql)
+    except (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError) as error:
+        raise _not_ours(schema) from error
+    await connection.execute(_history_row(migration))
+
+
+async def _apply_settings(
+    connection: Connection[Any],
+    schema: str,
+    producers: Sequence[str],
+    payload_bytes_max: int | None,
+) -> None:
+    await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
+    for role in producers:
+        try:
+            await connection.execute(_grant(role))
+        except asyncpg.UndefinedObjectError:
+            raise UsageError(f'role "{role}" does not exist; CREATE ROLE it first') from None
+    if payload_bytes_max is None:
+        return
+    if await connection.fetchval(READ_PAYLOAD_LIMIT) != payload_bytes_max:
+        await connection.execute(BOUND_WAIT)
+        try:
+            await connection.execute(SET_PAYLOAD_LIMIT.format(payload_bytes_max))
+        except asyncpg.LockNotAvailableError:
+            raise CannotRun(
+                "the payload limit was not changed: a transaction holds the outbox table; "
+                "run it again"
+            ) from None
+
+
+def sql(
+    schema: str,
+    *,
+    after: int = 0,
+    producers: Sequence[str] = (),
+    payload_bytes_max: int | None = None,
+) -> str:
+    """Everything that `migrate` would do, as one script to apply by hand.
+
+    One transaction, so it is applied whole or not at all, and it refuses a
+    schema that is not at version `after`.
+
+    Raises:
+        UsageError: a bad name, limit or version.
+    """
+    schema_name(schema)
+    _check_payload_limit(payload_bytes_max)
+    known = migrations()
+    if not 0 <= after <= known[-1].version:
+        raise UsageError(
+            f"there is no version {after}; this program knows 0 to {known[-1].version}"
+        )
+    lock = LOCK.replace("$1", quote_literal(schema))
+    parts = [
+        f"-- outbox-relay, versions {after + 1} to {known[-1].version}, "
+        f"for schema {quote_ident(schema)}.\n"
+        "-- Apply with: psql --set ON_ERROR_STOP=1 --file THIS_FILE",
+        "BEGIN ISOLATION LEVEL READ COMMITTED;",
+        f"{lock};",
+        f"CREATE SCHEMA IF NOT EXISTS {quote_ident(schema)};",
+        f"SET LOCAL search_path = {search_path(schema)};",
+        f"{CREATE_HISTORY};",
+        GUARD.format(after=after),
+    ]
+    for migration in known[after:]:
+        parts += [f"\n-- {migration}.sql\n\n{migration.sql.strip()}", f"{_history_row(migration)};"]
+    parts += [f"{_grant(role)};" for role in producers]
+    if payload_bytes_max is not None:
+        parts.append(f"{SET_PAYLOAD_LIMIT.format(payload_bytes_max)};")
+    return "\n".join([*parts, "COMMIT;", ""])
+
+
+def _history_row(migration: Migration) -> str:
+    return WRITE_HISTORY.format(
+        migration.version, quote_literal(migration.name), quote_literal(migration.checksum)
+    )
+
+
+def _grant(role: str) -> str:
+    return GRANT_PRODUCER.format(quote_literal(quote_ident(role)))
+
+
+def _check_payload_limit(bytes_max: int | None) -> None:
+    low, high = PAYLOAD_BYTES_RANGE
+    if bytes_max is not None and not low <= bytes_max <= high:
+        raise UsageError(f"the payload limit must be between {low} and {high} bytes")
+
+
+def _not_ours(schema: str) -> CannotRun:
+    return CannotRun(
+        f'schema "{schema}" has tables of something else in it; choose another name with --schema'
+    )

@@ -1,0 +1,175 @@
+"""Replicas, leases and who owns which endpoint.
+
+Every change of hands is one transaction, and journalled in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from outbox.core.ownership import Peer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+REGISTER = """
+INSERT INTO replica (name, version, pids, lease_s, expires_at)
+VALUES ($1, $2, '{}', $3, clock_timestamp() + make_interval(secs => $3))
+RETURNING id
+"""
+
+# Whoever buries this replica may end its backends; they name themselves here.
+SET_PIDS = "UPDATE replica SET pids = $2 WHERE id = $1"
+
+# A lapsed lease is not renewed: the replica has to register anew.
+RENEW = """
+UPDATE replica
+   SET renewals = renewals + 1,
+       expires_at = clock_timestamp() + make_interval(secs => lease_s)
+ WHERE id = $1 AND expires_at > clock_timestamp()
+"""
+
+READ_PEERS = "SELECT id, renewals, lease_s FROM replica"
+
+# FOR UPDATE waits for a group of acknowledgements that is being written just
+# now, and shuts out every later one.
+LOCK_REPLICA = "SELECT name FROM replica WHERE id = $1 FOR UPDATE"
+
+BACKENDS = """
+SELECT count(pg_terminate_backend(a.pid))
+  FROM replica r JOIN pg_stat_activity a ON a.pid = ANY (r.pids)
+ WHERE r.id = $1 AND a.application_name = $2
+"""
+
+FREE_ALL = """
+WITH freed AS (
+    UPDATE ownership SET replica_id = NULL, epoch = epoch + 1
+     WHERE replica_id = $1 RETURNING endpoint_id, epoch)
+INSERT INTO journal (kind, actor, endpoint_id, data)
+SELECT 'endpoint_freed', $2, endpoint_id,
+       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $3::text)
+  FROM freed
+"""
+
+REMOVE_REPLICA = "DELETE FROM replica WHERE id = $1"
+
+FREE_SOME = """
+WITH fence AS MATERIALIZED (
+    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE),
+freed AS (
+    UPDATE ownership SET replica_id = NULL, epoch = epoch + 1
+      FROM fence WHERE replica_id = $1 AND endpoint_id = ANY ($2)
+    RETURNING endpoint_id, epoch)
+INSERT INTO journal (kind, actor, endpoint_id, data)
+SELECT 'endpoint_freed', $3, endpoint_id,
+       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $4::text)
+  FROM freed
+"""
+
+READ_OWNERSHIP = """
+SELECT o.endpoint_id, o.replica_id
+  FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id AND e.state <> 'removed'
+"""
+
+# The epoch is *written* to every progress row before anything is read, so that
+# a checkpoint of the last owner that is still under way cannot pass.
+CLAIM = """
+WITH fence AS MATERIALIZED (
+    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE),
+claimed AS (
+    UPDATE ownership SET replica_id = $1, epoch = epoch + 1
+      FROM fence WHERE replica_id IS NULL AND endpoint_id = ANY ($2)
+    RETURNING endpoint_id, epoch),
+stamped AS (
+    UPDATE lane_progress p SET epoch = c.epoch
+      FROM claimed c WHERE p.endpoint_id = c.endpoint_id),
+told AS (
+    INSERT INTO journal (kind, actor, endpoint_id, data)
+    SELECT 'endpoint_claimed', $3, endpoint_id,
+           jsonb_build_object('epoch', epoch, 'replica', $1::bigint)
+      FROM claimed)
+SELECT endpoint_id, epoch FROM claimed
+"""
+
+
+def application_name(replica_id: int) -> str:
+    """What a replica's database sessions are called."""
+    return f"outbox-relay:{replica_id}"
+
+
+class ReplicaStore:
+    """Leases and ownership, on one connection.
+
+    Not safe for concurrent use; asyncpg's errors pass through.
+    """
+
+    def __init__(self, connection: Connection[Any]) -> None:
+        self._db = connection
+
+    async def register(self, name: str, version: str, lease_s: float) -> int:
+        """A new replica; its lease begins now.  Returns its id."""
+        replica_id: int = await self._db.fetchval(REGISTER, name, version, lease_s)
+        return replica_id
+
+    async def set_pids(self, replica_id: int, pids: Sequence[int]) -> None:
+        """The backends that write in this replica's name."""
+        await self._db.execute(SET_PIDS, replica_id, pids)
+
+    async def renew(self, replica_id: int) -> bool:
+        """Whether the lease was still running, and now runs anew."""
+        return str(await self._db.execute(RENEW, replica_id)) == "UPDATE 1"
+
+    async def peers(self) -> list[Peer]:
+        """Every registered replica, this one among them."""
+        return [
+            Peer(r["id"], r["renewals"], r["lease_s"]) for r in await self._db.fetch(READ_PEERS)
+        ]
+
+    async def bury(self, replica_id: int, actor: str, lock_timeout_s: float) -> bool:
+        """Free everything a dead replica owns, and fence it off.
+
+        Returns:
+            False when it is gone already, or when one of its sessions was in
+            the way and has been ended: look again.
+        """
+        try:
+            async with self._db.transaction():
+                await self._db.execute(f"SET LOCAL lock_timeout = {int(lock_timeout_s * 1000)}")
+                if await self._db.fetchval(LOCK_REPLICA, replica_id) is None:
+                    return False
+                await self._db.execute(FREE_ALL, replica_id, actor, "lease ran out")
+                await self._db.execute(REMOVE_REPLICA, replica_id)
+        except asyncpg.LockNotAvailableError:
+            await self._db.execute(BACKENDS, replica_id, application_name(replica_id))
+            return False
+        return True
+
+    async def leave(self, replica_id: int, actor: str) -> None:
+        """A clean stop: everything is free at once."""
+        async with self._db.transaction():
+            await self._db.execute(LOCK_REPLICA, replica_id)
+            await self._db.execute(FREE_ALL, replica_id, actor, "clean stop")
+            await self._db.execute(REMOVE_REPLICA, replica_id)
+
+    async def ownership(self) -> dict[UUID, int | None]:
+        """Owner by endpoint."""
+        rows = await self._db.fetch(READ_OWNERSHIP)
+        return {r["endpoint_id"]: r["replica_id"] for r in rows}
+
+    async def claim(
+        self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str
+    ) -> dict[UUID, int]:
+        """Take free endpoints; returns the epoch of those that were got."""
+        rows = await self._db.fetch(CLAIM, replica_id, endpoint_ids, actor)
+        return {r["endpoint_id"]: r["epoch"] for r in rows}
+
+    async def release(
+        self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, why: str
+    ) -> None:
+        """Hand endpoints back, after everything in their lanes is written."""
+        await self._db.execute(FREE_SOME, replica_id, endpoint_ids, actor, why)

@@ -1,0 +1,1 @@
+"""One attempt over the network: send a request, say what came back."""

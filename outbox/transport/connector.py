@@ -1,0 +1,91 @@
+"""Connections for the aiohttp client: guarded, and never a step behind.
+
+Three things that aiohttp's own connector does not do:
+
+* ask about the final address of every connection (`Guard`), whatever resolved
+  it: a resolver is not even asked when the URL holds an address;
+* throw away a kept connection on which the receiver said something while
+  nobody had asked.  aiohttp would take that for the answer to the next
+  request, and a delivery that never arrived would count as delivered;
+* keep the head of an answer whose body is broken when both come in one
+  segment.  aiohttp's parser fails as a whole and the status is lost.
+
+The last two lean on a few inner names of aiohttp; the conformance tests of the
+transport fail if those ever change.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_HEAD_END = b"\r\n\r\n"
+_HEADS_MAX = 8
+"""More interim answers than this in one segment are not told apart."""
+
+
+class EgressRefused(OSError):
+    """The guard said no to an address.
+
+    As text it is always the same: several addresses that are all refused are
+    then reported as the first of these errors, and not as one made of strings.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("refused by the egress rules")
+        self.reason = reason
+
+
+class Connector(aiohttp.TCPConnector):
+    """A pool of connections to addresses for which `refusal` has no reason.
+
+    `refusal(address, port)` is asked right before every connection.
+    """
+
+    def __init__(self, refusal: Callable[[str, int], str | None], **options: Any) -> None:
+        super().__init__(socket_factory=self._guarded_socket, **options)
+        self._refusal = refusal
+        self._used: weakref.WeakSet[ResponseHandler] = weakref.WeakSet()
+        protocol: type[ResponseHandler] = _Protocol
+        self._factory = functools.partial(protocol, loop=self._loop)
+
+    async def connect(self, *args: Any, **kwargs: Any) -> Any:
+        """A kept connection on which it is quiet, or a new one."""
+        while True:
+            connection = await super().connect(*args, **kwargs)
+            protocol = connection.protocol
+            if protocol is None or protocol not in self._used or not protocol.should_close:
+                break
+            connection.close()
+        if protocol is not None:
+            self._used.add(protocol)
+        return connection
+
+    def _guarded_socket(self, info: Any) -> socket.socket:
+        family, kind, protocol, _, address = info
+        if (why := self._refusal(address[0], address[1])) is not None:
+            raise EgressRefused(why)
+        return socket.socket(family, kind, protocol)
+
+
+class _Protocol(ResponseHandler):
+    """Gives the parser what belongs to a head apart from what follows it."""
+
+    def data_received(self, data: bytes) -> None:
+        for _ in range(_HEADS_MAX):
+            end = data.find(_HEAD_END)
+            if end < 0:
+                break
+            super().data_received(data[: end + len(_HEAD_END)])
+            data = data[end + len(_HEAD_END) :]
+            if not data or self.exception() is not None:
+                return
+        super().data_received(data)

@@ -1,0 +1,210 @@
+"""Where deliveries may go: not into the network that the relay stands in.
+
+Endpoint URLs come from customers.  Without a guard, one that points at
+169.254.169.254 or at a database on 10.0.0.5 makes the relay an attacker's
+hand inside.  Two looks keep it out:
+
+* `check_url` when an endpoint is made, for a clear answer at once;
+* `refusal` for the address of every connection, right before it is opened.
+  Names can change their addresses between two look-ups, so this is the look
+  that counts.
+
+Deliveries to the open internet use https on a port meant for it.  Networks
+that the operator opens (`OUTBOX_ALLOW_NETWORKS`) take plain http and any port.
+A plain http URL with a *name* in it is accepted as soon as anything is open,
+because only the connection shows where the name leads.
+
+What is not public is listed here by range and not left to `is_global` of the
+standard library, which knows nothing of IPv4 addresses inside IPv6 ones, and
+changes with Python's version.  For IPv6 the list works the other way round:
+only 2000::/3 is handed out to the public at all (IANA IPv6 Address Space).
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from ipaddress import (
+    IPv4Address,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+    ip_address,
+    ip_network,
+)
+from typing import TYPE_CHECKING, TypeAlias
+
+from yarl import URL
+
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Address: TypeAlias = IPv4Address | IPv6Address
+Network: TypeAlias = IPv4Network | IPv6Network
+
+SETTING = "OUTBOX_ALLOW_NETWORKS"
+URL_CHARS_MAX = 2048
+PORTS = frozenset({443, 8443})
+"""Where https usually lives; anything else public might be another service."""
+
+_REFUSED: tuple[tuple[Network, str], ...] = tuple(
+    (ip_network(network), what)
+    for network, what in (
+        ("0.0.0.0/8", "the unspecified network"),
+        ("10.0.0.0/8", "a private network"),
+        ("100.64.0.0/10", "a carrier's shared network"),
+        ("127.0.0.0/8", "loopback"),
+        ("168.63.129.16/32", "a cloud's metadata service"),
+        ("169.254.0.0/16", "link-local, where metadata services are"),
+        ("172.16.0.0/12", "a private network"),
+        ("192.0.0.0/24", "reserved for protocols"),
+        ("192.0.2.0/24", "for documentation"),
+        ("192.88.99.0/24", "a 6to4 relay"),
+        ("192.168.0.0/16", "a private network"),
+        ("198.18.0.0/15", "for benchmarks"),
+        ("198.51.100.0/24", "for documentation"),
+        ("203.0.113.0/24", "for documentation"),
+        ("224.0.0.0/4", "multicast"),
+        ("240.0.0.0/4", "reserved"),
+        ("::/128", "the unspecified address"),
+        ("::1/128", "loopback"),
+        ("::/96", "an IPv4 address inside an IPv6 one"),
+        ("64:ff9b::/96", "an IPv4 address behind NAT64"),
+        ("64:ff9b:1::/48", "an IPv4 address behind NAT64"),
+        ("2001::/32", "a Teredo tunnel"),
+        ("2001::/23", "reserved for protocols"),
+        ("2001:db8::/32", "for documentation"),
+        ("2002::/16", "a 6to4 tunnel"),
+        ("3fff::/20", "for documentation"),
+        ("fc00::/7", "a private network"),
+        ("fe80::/10", "link-local"),
+        ("fec0::/10", "a site-local network"),
+        ("ff00::/8", "multicast"),
+    )
+)
+_PLAIN = f"plain http can be read on the way; use https, or open the network with {SETTING}"
+_PUBLIC_V6 = IPv6Network("2000::/3")
+
+_END_OF_AUTHORITY = re.compile(r"[/?#]")
+_SENDABLE = re.compile(r"[\x21-\x7e]+")
+# getaddrinfo takes "127.1", "0x7f.1" and "2130706433" for addresses.
+_NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
+
+
+def parse_networks(text: str) -> tuple[Network, ...]:
+    """Comma-separated ranges or single addresses.
+
+    Raises:
+        UsageError: one of them is neither.
+    """
+    return tuple(_network(part.strip()) for part in text.split(",") if part.strip())
+
+
+class EgressPolicy:
+    """Which addresses may be connected to, and which URLs can be right."""
+
+    def __init__(self, allow_networks: Iterable[str | Network] = ()) -> None:
+        self.allow_networks = tuple(
+            _network(each) if isinstance(each, str) else each for each in allow_networks
+        )
+        # The same URLs are looked at before every attempt.
+        self._good = lru_cache(maxsize=16_384)(self._check)
+
+    def check_url(self, url: str) -> None:
+        """Refuse what can never be delivered to.
+
+        Raises:
+            UsageError: one line that says what is wrong and what to do.
+        """
+        self._good(url)
+
+    def refusal(self, address: str | Address, *, port: int, tls: bool) -> str | None:
+        """Why this address may not be connected to; None if it may."""
+        ip = ip_address(address) if isinstance(address, str) else address
+        # A socket for ::ffff:10.0.0.5 connects to 10.0.0.5.
+        real = getattr(ip, "ipv4_mapped", None) or ip
+        if any(real in network for network in self.allow_networks):
+            return None
+        what = _not_public(real)
+        if what is not None:
+            return f"{ip} is {what}; to deliver there, open it with {SETTING}"
+        if not tls:
+            return _PLAIN
+        return _wrong_port(port)
+
+    def _check(self, text: str) -> None:
+        if len(text) > URL_CHARS_MAX:
+            raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
+        if not _SENDABLE.fullmatch(text) or "\\" in text:
+            raise UsageError(
+                "url: may hold visible ASCII only, and no backslash; write names as xn--… "
+                "and other characters as %XX"
+            )
+        try:
+            url = URL(text)
+            port = url.explicit_port
+        except ValueError as error:
+            raise UsageError(f"url: cannot be read: {error}") from None
+        if url.scheme not in ("https", "http"):
+            raise UsageError("url: must start with https://")
+        if not url.raw_host:
+            raise UsageError("url: names no host; it must look like https://example.com/path")
+        if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
+            raise UsageError("url: must not hold a user or password; use a header instead")
+        if "#" in text:
+            raise UsageError("url: must not have a fragment (#…); it would never be sent")
+        if port == 0:
+            raise UsageError("url: port 0 cannot be connected to")
+        self._check_target(url.raw_host, url.port or 0, tls=url.scheme == "https")
+
+    def _check_target(self, host: str, port: int, *, tls: bool) -> None:
+        if "%" in host:
+            raise UsageError("url: the host must not hold %")
+        try:
+            address = ip_address(host)
+        except ValueError:
+            pass
+        else:
+            if (why := self.refusal(address, port=port, tls=tls)) is not None:
+                raise UsageError(f"url: {why}")
+            return
+        if _NUMERIC.fullmatch(host):
+            raise UsageError(f"url: {host} is not a host; write an address as four decimal numbers")
+        if self.allow_networks:
+            # Where the name leads, and so what is allowed, only its
+            # connection shows.
+            return
+        if not tls:
+            raise UsageError(f"url: {_PLAIN}")
+        bare = host.rstrip(".").lower()
+        if bare == "localhost" or bare.endswith(".localhost"):
+            raise UsageError(f"url: {host} is loopback; to deliver there, open it with {SETTING}")
+        if (why := _wrong_port(port)) is not None:
+            raise UsageError(f"url: {why}")
+
+
+def _not_public(ip: Address) -> str | None:
+    for network, what in _REFUSED:
+        if ip in network:
+            return what
+    if isinstance(ip, IPv6Address) and ip not in _PUBLIC_V6:
+        return "not a public address"
+    return None
+
+
+def _wrong_port(port: int) -> str | None:
+    if port in PORTS:
+        return None
+    ports = " or ".join(map(str, sorted(PORTS)))
+    return f"port {port} is not for https; use {ports}, or open the network with {SETTING}"
+
+
+def _network(text: str) -> Network:
+    try:
+        return ip_network(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{SETTING}: {text!r} is not a network such as 10.0.0.0/8 or ::1 ({error})"
+        ) from None

@@ -1,0 +1,57 @@
+"""What the relay asks of a transport; one conformance suite holds for all.
+
+A transport sends one request and says what came back.  It knows nothing of
+lanes, retries or signatures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from outbox.core.answer import Answer, Headers
+
+
+HEADER_BYTES_MAX = 16 * 1024
+"""How much of an answer's headers is kept, names and values together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One attempt, ready for the wire."""
+
+    url: str
+    headers: Headers
+    """Without those that frame the message (Host, Content-Length)."""
+    body: bytes
+    connect_timeout_s: float = 5.0
+    """For the name look-up, the connection and the TLS handshake together."""
+    total_timeout_s: float = 15.0
+    """For everything, from the first look-up to the last byte that counts."""
+    method: str = "POST"
+
+
+class Transport(Protocol):
+    """Sends requests; safe to use from many tasks of one event loop."""
+
+    async def send(self, request: Request) -> Answer:
+        """Send `request` at most once and say what came back.
+
+        * Nothing that the network or the receiver does raises: it is an
+          `Answer` with a `Failure`.
+        * As soon as the answer's head is there its status decides, whatever
+          becomes of the body; no more than `BODY_BYTES_MAX` of that are read,
+          and never decompressed.  `HEADER_BYTES_MAX` bounds the headers kept.
+        * Redirects are answers, and are not followed.
+        * Within `total_timeout_s` there is an answer, however slowly the
+          receiver drips.
+        * Every address is checked right before it is connected to.
+        * Cancelling closes the connection: the request may have arrived, but
+          its answer is never taken for another's.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections; what is in flight fails."""
+        ...

@@ -1,0 +1,247 @@
+-- The producers' half: the outbox table, once keys, the wake-up flag and the
+-- functions that producers call.
+--
+-- Runs with search_path set to the target schema alone, so nothing here names
+-- it.  Functions keep that search_path (SET search_path FROM CURRENT), which
+-- both finds our tables and shuts out objects of the caller's.
+
+-- ---------------------------------------------------------------- the table
+
+-- One row per event.  Append-only; rows leave by dropping whole partitions.
+--
+-- id is GENERATED ALWAYS, so producers need no right on the sequence and
+-- cannot choose an id.  It has to be an identity of the *parent*: its sequence
+-- takes a RowExclusiveLock before it allocates, which the relay's cursor
+-- relies on to tell ids that may still appear from ids that never will.
+CREATE TABLE outbox (
+    id         bigint      GENERATED ALWAYS AS IDENTITY,
+    event_id   uuid        NOT NULL DEFAULT gen_random_uuid(),
+    tenant     text,
+    type       text        NOT NULL,
+    key        text,
+    payload    jsonb       NOT NULL,
+    headers    jsonb,
+    expires_at timestamptz,
+    created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+
+    PRIMARY KEY (id),
+
+    -- The names are what a producer reads when it breaks one of them.
+    CONSTRAINT tenant_must_be_1_to_255_bytes
+        CHECK (octet_length(tenant) BETWEEN 1 AND 255),
+    CONSTRAINT type_must_be_at_most_255_bytes
+        CHECK (octet_length(type) <= 255),
+    CONSTRAINT type_must_be_dotted_segments_of_letters_digits_underscores
+        CHECK (type ~ '^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$'),
+    CONSTRAINT key_must_be_1_to_512_bytes
+        CHECK (octet_length(key) BETWEEN 1 AND 512),
+    CONSTRAINT headers_must_be_an_object_of_strings
+        CHECK (jsonb_typeof(headers) = 'object'
+               AND NOT headers @? '$.* ? (@.type() != "string")'),
+    CONSTRAINT headers_must_be_at_most_8192_bytes
+        CHECK (octet_length(headers::text) <= 8192),
+    CONSTRAINT payload_must_be_at_most_262144_bytes
+        CHECK (octet_length(payload::text) <= 262144)
+) PARTITION BY RANGE (id);
+
+COMMENT ON TABLE outbox IS
+    'Events, written in the same transaction as the change they tell of.';
+
+-- The payload limit is a setting; the others are part of the contract.  It
+-- stands here too, so that a producer can ask before it is refused.
+CREATE FUNCTION payload_bytes_max() RETURNS integer
+LANGUAGE sql IMMUTABLE PARALLEL SAFE AS 'SELECT 262144';
+
+-- Existing rows are not looked at again, so this is quick on any size.
+CREATE FUNCTION set_payload_bytes_max(bytes_max integer) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    IF bytes_max NOT BETWEEN 1024 AND 67108864 THEN
+        RAISE EXCEPTION 'the payload limit must be between 1024 and 67108864 bytes'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    EXECUTE format('ALTER TABLE outbox DROP CONSTRAINT %I',
+                   'payload_must_be_at_most_' || payload_bytes_max() || '_bytes');
+    EXECUTE format(
+        'ALTER TABLE outbox ADD CONSTRAINT %I CHECK (octet_length(payload::text) <= %s) NOT VALID',
+        'payload_must_be_at_most_' || bytes_max || '_bytes', bytes_max);
+    EXECUTE format(
+        'CREATE OR REPLACE FUNCTION payload_bytes_max() RETURNS integer '
+        'LANGUAGE sql IMMUTABLE PARALLEL SAFE AS %L', 'SELECT ' || bytes_max);
+END $$;
+REVOKE ALL ON FUNCTION set_payload_bytes_max FROM PUBLIC;
+
+-- --------------------------------------------------------------- once keys
+
+-- A claimed key publishes no second event until it expires or is reset.  A
+-- reset keeps the row, so that it can be told how often that happened.
+CREATE TABLE once (
+    key        text        PRIMARY KEY,
+    event_id   uuid,                 -- NULL: claimed, its event is not written yet
+    claimed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    expires_at timestamptz NOT NULL,
+    resets     integer     NOT NULL DEFAULT 0,
+    CONSTRAINT once_must_be_1_to_512_bytes CHECK (octet_length(key) BETWEEN 1 AND 512)
+);
+
+-- Claims a once key: true for exactly one caller.  The primary key decides; a
+-- second caller waits until the first one's transaction ends.  Whoever claims
+-- without naming an event goes on with publish(claimed => true), which lets the
+-- winner alone work out the payload.
+--
+-- DO NOTHING, not DO UPDATE: that would lock the row for every loser, and the
+-- next caller would wait for a loser's transaction.
+CREATE FUNCTION claim_once(
+    once_key text, for_event uuid DEFAULT NULL, keep interval DEFAULT '30 days'
+) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+BEGIN
+    INSERT INTO once (key, event_id, expires_at)
+    VALUES (once_key, for_event, clock_timestamp() + keep)
+    ON CONFLICT (key) DO NOTHING;
+    IF FOUND THEN
+        RETURN true;
+    END IF;
+    UPDATE once SET event_id = for_event,
+                    claimed_at = clock_timestamp(),
+                    expires_at = clock_timestamp() + keep
+     WHERE key = once_key AND expires_at <= clock_timestamp();
+    RETURN FOUND;
+END $$;
+REVOKE ALL ON FUNCTION claim_once FROM PUBLIC;
+
+-- Frees a once key; true if it was held.
+CREATE FUNCTION reset_once(once_key text) RETURNS boolean
+LANGUAGE sql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+    WITH freed AS (
+        UPDATE once SET expires_at = clock_timestamp(), resets = resets + 1
+         WHERE key = once_key AND expires_at > clock_timestamp()
+        RETURNING 1)
+    SELECT EXISTS (SELECT FROM freed)
+$$;
+REVOKE ALL ON FUNCTION reset_once FROM PUBLIC;
+
+-- ----------------------------------------------------------------- publish
+
+-- Publishes one event and returns its event_id, or NULL when `once` was
+-- already taken.  Call it with named arguments: SELECT publish(type => …).
+-- `claimed` goes with a `once` key that claim_once() has just given us.
+CREATE FUNCTION publish(
+    type       text,
+    payload    jsonb,
+    key        text        DEFAULT NULL,
+    tenant     text        DEFAULT NULL,
+    once       text        DEFAULT NULL,
+    expires_at timestamptz DEFAULT NULL,
+    headers    jsonb       DEFAULT NULL,
+    claimed    boolean     DEFAULT false
+) RETURNS uuid
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    new_id uuid := gen_random_uuid();
+BEGIN
+    IF starts_with(publish.type, 'outbox.') THEN
+        RAISE EXCEPTION 'type: "outbox." is reserved for operational events'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    IF publish.claimed THEN
+        UPDATE once AS o SET event_id = new_id
+         WHERE o.key = publish.once AND o.event_id IS NULL AND o.expires_at > clock_timestamp();
+        IF NOT FOUND THEN
+            RAISE EXCEPTION 'once: the key is not claimed, or its event is already published'
+                USING ERRCODE = 'check_violation';
+        END IF;
+    ELSIF publish.once IS NOT NULL AND NOT claim_once(publish.once, new_id) THEN
+        RETURN NULL;
+    END IF;
+    INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
+    VALUES (new_id, publish.tenant, publish.type, publish.key,
+            publish.payload, publish.headers, publish.expires_at);
+    RETURN new_id;
+END $$;
+REVOKE ALL ON FUNCTION publish FROM PUBLIC;
+
+-- Publishes many events with one statement, in the order of the arrays, and
+-- returns their event_ids, NULL where `once` was already taken.  An array that
+-- is NULL stands for NULLs.
+CREATE FUNCTION publish_many(
+    types      text[],
+    payloads   jsonb[],
+    keys       text[]        DEFAULT NULL,
+    tenants    text[]        DEFAULT NULL,
+    onces      text[]        DEFAULT NULL,
+    expires_at timestamptz[] DEFAULT NULL,
+    headers    jsonb[]       DEFAULT NULL
+) RETURNS uuid[]
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    event_ids uuid[];
+BEGIN
+    IF EXISTS (SELECT FROM unnest(types) AS t WHERE starts_with(t, 'outbox.')) THEN
+        RAISE EXCEPTION 'type: "outbox." is reserved for operational events'
+            USING ERRCODE = 'check_violation';
+    END IF;
+    -- Materialised, because a second evaluation would make other ids.
+    WITH asked AS MATERIALIZED (
+        SELECT e.*, gen_random_uuid() AS event_id
+          FROM unnest(types, payloads, keys, tenants, onces,
+                      publish_many.expires_at, publish_many.headers)
+               WITH ORDINALITY AS e(type, payload, key, tenant, once, expires_at, headers, n)),
+    won AS MATERIALIZED (
+        SELECT a.* FROM asked a WHERE a.once IS NULL OR claim_once(a.once, a.event_id)),
+    written AS (
+        INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
+        SELECT w.event_id, w.tenant, w.type, w.key, w.payload, w.headers, w.expires_at
+          FROM won w ORDER BY w.n)
+    SELECT array_agg(w.event_id ORDER BY a.n) INTO event_ids
+      FROM asked a LEFT JOIN won w ON w.n = a.n;
+    RETURN event_ids;
+END $$;
+REVOKE ALL ON FUNCTION publish_many FROM PUBLIC;
+
+-- ----------------------------------------------------------------- wake-up
+
+-- The flag that tells producers whether somebody sleeps: 1 means awake, any
+-- other value is the epoch second until which a relay may be asleep.  It is a
+-- sequence because reading one ignores snapshots; an ordinary row would show a
+-- REPEATABLE READ producer an old value and lose the wake-up.
+CREATE SEQUENCE wakeup;
+SELECT setval('wakeup', 1);
+-- The trigger's WHEN runs with the producer's rights.
+GRANT SELECT ON SEQUENCE wakeup TO PUBLIC;
+
+-- The channel is the schema's name.  A session that uses PREPARE TRANSACTION,
+-- which NOTIFY forbids, sets "<schema>.notify" to off.
+CREATE FUNCTION ring() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+BEGIN
+    IF coalesce(current_setting(
+           regexp_replace(current_schema(), '[^A-Za-z0-9_]', '_', 'g') || '.notify',
+           true), '') <> 'off' THEN
+        PERFORM pg_notify(current_schema(), '');
+    END IF;
+    RETURN NULL;
+END $$;
+
+-- Tested in WHEN, not in the function: half the cost for every producer, and
+-- after the epoch second has passed nobody pays for a relay that died asleep.
+CREATE TRIGGER ring_the_relay
+    AFTER INSERT ON outbox FOR EACH STATEMENT
+    WHEN (pg_sequence_last_value('wakeup'::regclass) > extract(epoch FROM clock_timestamp()))
+    EXECUTE FUNCTION ring();
+ALTER TABLE outbox ENABLE ALWAYS TRIGGER ring_the_relay;
+
+-- ------------------------------------------------------------------ rights
+
+-- What an application needs to publish, and nothing else: it cannot read
+-- events, choose ids, or see the relay's tables.
+CREATE FUNCTION grant_producer(role regrole) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    EXECUTE format('GRANT USAGE ON SCHEMA %I TO %s', current_schema(), role);
+    EXECUTE format('GRANT INSERT (tenant, type, key, payload, headers, expires_at) ON outbox TO %s', role);
+    EXECUTE format('GRANT EXECUTE ON FUNCTION publish, publish_many, claim_once, reset_once TO %s', role);
+END $$;
+REVOKE ALL ON FUNCTION grant_producer FROM PUBLIC;

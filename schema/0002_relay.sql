@@ -1,0 +1,265 @@
+-- The relay's half: endpoints, the cursor, lanes, deliveries, attempts and
+-- dead letters.
+--
+-- Who writes what, so that no two writers wait for each other:
+--   * the sequencer (whoever holds the cursor row): batch, gap, delivery,
+--     lane_counter, replay.batch;
+--   * the owner of an endpoint: lane_progress, attempt, dead_letter;
+--   * a command of an operator, under the cursor row: endpoint, subscription,
+--     lane, replay.
+
+-- --------------------------------------------------------------- endpoints
+
+CREATE TABLE endpoint (
+    id              uuid        PRIMARY KEY DEFAULT gen_random_uuid(),
+    name            text        NOT NULL CHECK (octet_length(name) BETWEEN 1 AND 200),
+    url             text        NOT NULL,
+    tenant          text,                     -- NULL: events without a tenant
+    all_tenants     boolean     NOT NULL DEFAULT false,
+    state           text        NOT NULL DEFAULT 'active'
+                    CHECK (state IN ('active', 'removing', 'removed')),
+    lanes           integer     NOT NULL CHECK (lanes BETWEEN 1 AND 1024),
+    generation      integer     NOT NULL DEFAULT 1,  -- rises when lanes change
+    retry           jsonb       NOT NULL,     -- the numbers of a RetryPolicy
+    connect_timeout_s double precision NOT NULL DEFAULT 5,
+    total_timeout_s   double precision NOT NULL DEFAULT 15,
+    created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
+    CHECK (NOT (all_tenants AND tenant IS NOT NULL))
+);
+-- A name is free again once its endpoint is removed.
+CREATE UNIQUE INDEX endpoint_name ON endpoint (name) WHERE state <> 'removed';
+
+-- Signing secrets; two are live while one replaces the other.
+CREATE TABLE endpoint_secret (
+    endpoint_id uuid        NOT NULL REFERENCES endpoint,
+    id          integer     NOT NULL,
+    secret      text        NOT NULL,
+    created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    expires_at  timestamptz,
+    PRIMARY KEY (endpoint_id, id)
+);
+
+-- What an endpoint receives, versioned: it holds for batches [from, to), so a
+-- missing delivery can be told from a missing subscription.
+CREATE TABLE subscription (
+    endpoint_id uuid    NOT NULL REFERENCES endpoint,
+    from_batch  bigint  NOT NULL,
+    to_batch    bigint,
+    types       text[]  NOT NULL,
+    tenant      text,
+    all_tenants boolean NOT NULL,
+    PRIMARY KEY (endpoint_id, from_batch)
+);
+CREATE INDEX subscription_current ON subscription (endpoint_id) WHERE to_batch IS NULL;
+
+-- An ordered stream of deliveries to one endpoint.
+CREATE TABLE lane (
+    id          bigint  GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    endpoint_id uuid    NOT NULL REFERENCES endpoint,
+    generation  integer NOT NULL,
+    slot        integer NOT NULL,
+    UNIQUE (endpoint_id, generation, slot)
+);
+
+-- The last number given out in a lane.  Apart from lane_progress, because as
+-- one table the sequencer and the owner deadlock.
+CREATE TABLE lane_counter (
+    lane_id  bigint PRIMARY KEY REFERENCES lane,
+    last_seq bigint NOT NULL DEFAULT 0
+) WITH (fillfactor = 50);
+
+-- How far a lane is: a checkpoint.  The truth is the checkpoint plus the
+-- delivered rows of `attempt` behind it.  Retry state belongs to the number
+-- acked_seq + 1, the only one that can be failing, and names it.
+CREATE TABLE lane_progress (
+    lane_id          bigint PRIMARY KEY REFERENCES lane,
+    endpoint_id      uuid   NOT NULL REFERENCES endpoint,
+    epoch            bigint NOT NULL DEFAULT 0,  -- of the owner that may write
+    acked_seq        bigint NOT NULL DEFAULT 0,  -- delivered or given up, up to here
+    delivered_seq    bigint NOT NULL DEFAULT 0,  -- the last one not given up
+    floor_batch      bigint NOT NULL DEFAULT 0,  -- nothing owed lies below it
+    head_seq         bigint,                     -- whom the retry state is of
+    attempts         integer NOT NULL DEFAULT 0,
+    first_attempt_at timestamptz,
+    next_attempt_at  timestamptz,
+    last_answer      jsonb
+) WITH (fillfactor = 50);
+CREATE INDEX lane_progress_endpoint ON lane_progress (endpoint_id);
+
+-- -------------------------------------------------------------- the cursor
+
+-- A lock with a name on it: who holds this row sequences.  `writer` is the
+-- replica that wrote last (its memory of the gaps' holders is the only one
+-- that can be trusted); `version` rises with every change of who gets what.
+CREATE TABLE cursor (
+    one     boolean PRIMARY KEY DEFAULT true CHECK (one),
+    writer  bigint,
+    version bigint  NOT NULL DEFAULT 1
+);
+INSERT INTO cursor DEFAULT VALUES;
+
+-- One row per batch of the sequencer; the newest is the cursor's state.
+-- Every id up to `high` is sequenced, in an open gap, or proven dead.
+CREATE TABLE batch (
+    batch      bigint         NOT NULL,
+    high       bigint         NOT NULL,
+    young      int8multirange NOT NULL DEFAULT '{}',  -- open gaps, all of the young ones
+    found      int8multirange NOT NULL DEFAULT '{}',  -- late ids sequenced by this batch
+    dead       int8multirange NOT NULL DEFAULT '{}',  -- ids proven never to appear
+    events     integer        NOT NULL DEFAULT 0,
+    deliveries integer        NOT NULL DEFAULT 0,
+    lanes      bigint[]       NOT NULL DEFAULT '{}',  -- who got something
+    writer     bigint,
+    at         timestamptz    NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (batch)
+) PARTITION BY RANGE (batch);
+
+-- Open gaps older than a second.  Read again only when one of their holders
+-- ended, so a transaction open for hours costs nothing per batch.
+CREATE TABLE gap (
+    lo bigint PRIMARY KEY,
+    hi bigint NOT NULL,           -- inclusive
+    CHECK (lo <= hi)
+);
+
+-- One event in one lane.  Partitioned by batch, not by event: lanes are read
+-- from their own batch on, and so touch only the newest partitions.
+CREATE TABLE delivery (
+    lane_id     bigint NOT NULL,
+    batch       bigint NOT NULL,
+    seq         bigint NOT NULL,
+    outbox_id   bigint NOT NULL,
+    replay_id   bigint,           -- set when this is a replay
+    PRIMARY KEY (lane_id, batch, seq)
+) PARTITION BY RANGE (batch);
+
+-- ---------------------------------------------------------------- delivery
+
+-- Every attempt.  The rows with outcome 'delivered' are the acknowledgements.
+CREATE TABLE attempt (
+    lane_id    bigint      NOT NULL,
+    batch      bigint      NOT NULL,
+    seq        bigint      NOT NULL,
+    attempt    integer     NOT NULL,
+    replica_id bigint      NOT NULL,
+    outcome    text        NOT NULL CHECK (outcome IN ('delivered', 'retry', 'refused')),
+    status     integer,
+    error      text,
+    started_at timestamptz NOT NULL,
+    elapsed_ms real        NOT NULL,
+    PRIMARY KEY (lane_id, batch, seq, attempt, replica_id)
+) PARTITION BY RANGE (batch);
+
+-- What was given up, with its own copy of the event, so that it can be looked
+-- at and replayed after the event's partition is gone.  A range (to_seq >
+-- seq, no event) stands for everything a lane was owed.
+CREATE TABLE dead_letter (
+    id           bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    endpoint_id  uuid        NOT NULL REFERENCES endpoint,
+    lane_id      bigint      NOT NULL REFERENCES lane,
+    batch        bigint      NOT NULL,
+    seq          bigint      NOT NULL,
+    to_seq       bigint      NOT NULL,
+    outbox_id    bigint,
+    event_id     uuid,
+    tenant       text,
+    type         text,
+    key          text,
+    payload      jsonb,
+    headers      jsonb,
+    published_at timestamptz,
+    expires_at   timestamptz,
+    reason       text        NOT NULL
+                 CHECK (reason IN ('refused', 'exhausted', 'expired', 'erased', 'removed')),
+    attempts     integer     NOT NULL,
+    last_answer  jsonb,                        -- bounded; NULL: never sent
+    at           timestamptz NOT NULL DEFAULT clock_timestamp(),
+    state        text        NOT NULL DEFAULT 'dead'
+                 CHECK (state IN ('dead', 'replaying', 'discarded')),
+    replica_id   bigint,
+    CHECK (seq <= to_seq),
+    UNIQUE (lane_id, seq)
+);
+CREATE INDEX dead_letter_open ON dead_letter (id) WHERE state = 'dead';
+CREATE INDEX dead_letter_endpoint ON dead_letter (endpoint_id, id);
+
+-- A request to send something again; the next batch consumes it (batch, lane
+-- and number are set then).
+CREATE TABLE replay (
+    id        bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    dead_id   bigint      NOT NULL REFERENCES dead_letter,
+    asked_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
+    batch     bigint,
+    lane_id   bigint      REFERENCES lane,
+    seq       bigint
+);
+CREATE INDEX replay_pending ON replay (id) WHERE batch IS NULL;
+CREATE INDEX replay_dead ON replay (dead_id);
+
+-- ---------------------------------------------------------------- replicas
+
+-- A running relay.  Locking this row FOR KEY SHARE in the very statement that
+-- writes is the fence: whoever buries a replica deletes the row, after which
+-- nothing that it still has on the wire to us can be written.
+CREATE TABLE replica (
+    id         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    name       text        NOT NULL,
+    version    text        NOT NULL,
+    pids       integer[]   NOT NULL,           -- its backends, ended at burial
+    renewals   bigint      NOT NULL DEFAULT 0, -- others watch this, not clocks
+    lease_s    double precision NOT NULL,
+    started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    expires_at timestamptz NOT NULL
+);
+
+-- Who delivers to an endpoint.  The epoch rises with every change of hands.
+CREATE TABLE ownership (
+    endpoint_id uuid   PRIMARY KEY REFERENCES endpoint,
+    replica_id  bigint,                        -- NULL: free to be claimed
+    epoch       bigint NOT NULL DEFAULT 0
+);
+CREATE INDEX ownership_replica ON ownership (replica_id);
+
+-- ----------------------------------------------------------------- history
+
+-- Everything that happened and stands in no other append-only table.
+CREATE TABLE journal (
+    id          bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at          timestamptz NOT NULL DEFAULT clock_timestamp(),
+    kind        text        NOT NULL,
+    actor       text        NOT NULL,
+    endpoint_id uuid,
+    data        jsonb       NOT NULL DEFAULT '{}'
+);
+CREATE INDEX journal_endpoint ON journal (endpoint_id, id);
+
+-- -------------------------------------------------------------- partitions
+
+-- Makes `ahead` partitions of `width` beyond `upto`, the last one open-ended,
+-- so that no producer ever meets a missing partition.  CREATE … LIKE and then
+-- ATTACH, because CREATE … PARTITION OF would block every producer.
+--
+-- The open-ended partition is cut at its lower bound, which is only possible
+-- while it is empty: it is called long before ids or batches come near.
+CREATE FUNCTION add_partition(parent regclass, lo bigint, hi bigint) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    child text := (SELECT relname FROM pg_class WHERE oid = parent) || '_' || lo;
+BEGIN
+    EXECUTE format('CREATE TABLE %I (LIKE %s INCLUDING DEFAULTS INCLUDING CONSTRAINTS)', child, parent);
+    EXECUTE format('ALTER TABLE %s ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)',
+                   parent, child, lo, coalesce(hi::text, 'MAXVALUE'));
+END $$;
+REVOKE ALL ON FUNCTION add_partition FROM PUBLIC;
+
+SELECT add_partition('outbox', 0, 1000000);
+SELECT add_partition('outbox', 1000000, 2000000);
+SELECT add_partition('outbox', 2000000, 3000000);
+SELECT add_partition('outbox', 3000000, NULL);
+
+SELECT add_partition(parent, 0, 1000000),
+       add_partition(parent, 1000000, 2000000),
+       add_partition(parent, 2000000, NULL)
+  FROM unnest('{batch,delivery,attempt}'::regclass[]) parent;
+
+INSERT INTO batch (batch, high) VALUES (0, 0);

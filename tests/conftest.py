@@ -1,0 +1,162 @@
+"""Fixtures and options for all tests.
+
+--pg 16,18   the PostgreSQL majors to test on (default: every one there is)
+--seed N     repeats the random choices of an earlier run
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+
+from outbox.embedded import available
+from outbox.errors import CannotRun
+from tests.support.postgres import Database, Server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Generator, Iterator
+
+hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=False)
+hypothesis.settings.register_profile(
+    "long", parent=hypothesis.settings.get_profile("ci"), max_examples=5000, stateful_step_count=200
+)
+hypothesis.settings.load_profile("ci")  # --hypothesis-profile=long comes later and wins.
+
+_seed_key = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("outbox")
+    group.addoption("--pg", metavar="16,18", help="PostgreSQL majors to test on; default: all")
+    group.addoption("--seed", type=int, metavar="N", help="the seed of the random tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
+    asked: int | None = config.getoption("--seed")
+    config.stash[_seed_key] = int.from_bytes(os.urandom(4)) if asked is None else asked
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    try:
+        versions = ", ".join(each.version for each in available().values())
+    except CannotRun as error:
+        versions = str(error)
+    return f"PostgreSQL: {versions}; seed: {config.stash[_seed_key]}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "pg_major" not in metafunc.fixturenames:
+        return
+    majors = _majors(metafunc.config)
+    if metafunc.definition.get_closest_marker("one_major"):
+        majors = majors[:1]
+    metafunc.parametrize(
+        "pg_major", majors, indirect=True, scope="session", ids=[f"pg{major}" for major in majors]
+    )
+
+
+def _majors(config: pytest.Config) -> list[int]:
+    """The majors to test on, newest first."""
+    try:
+        found = available()
+    except CannotRun as error:
+        raise pytest.UsageError(str(error)) from error
+    asked: str | None = config.getoption("--pg")
+    if not asked:
+        return list(found)
+    try:
+        majors = sorted({int(each) for each in asked.split(",")}, reverse=True)
+    except ValueError:
+        raise pytest.UsageError(f"--pg {asked}: say majors, such as 16,18") from None
+    if missing := [major for major in majors if major not in found]:
+        raise pytest.UsageError(f"--pg {asked}: there is no {missing[0]}, only {list(found)}")
+    return majors
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and "seed" in getattr(item, "fixturenames", ()):
+        seed = item.config.stash[_seed_key]
+        report.sections.append(("Seed", f"to repeat it, add --seed {seed}"))
+    return report
+
+
+@pytest.fixture(scope="session")
+def seed(request: pytest.FixtureRequest) -> int:
+    """The only source of randomness that a test may use; printed when it fails."""
+    return request.config.stash[_seed_key]
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """A generator seeded with `seed`, the same for every test."""
+    return random.Random(seed)
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Callable[[int], Server]]:
+    """The session's server of a major version, started when first asked for."""
+    started: dict[int, Server] = {}
+
+    def of(major: int) -> Server:
+        if major not in started:
+            server = Server(major)
+            server.embedded.start()
+            started[major] = server
+        return started[major]
+
+    yield of
+    for server in started.values():
+        server.embedded.stop()
+
+
+@pytest.fixture(scope="session")
+def pg_major(request: pytest.FixtureRequest) -> int:
+    """A PostgreSQL major version; the test runs once for each."""
+    major: int = request.param
+    return major
+
+
+@pytest.fixture
+def server(pg_major: int, servers: Callable[[int], Server]) -> Server:
+    """A server shared by all tests of the session: do not stop or restart it."""
+    server = servers(pg_major)
+    server.embedded.start()
+    return server
+
+
+@pytest.fixture
+async def database(server: Server) -> AsyncIterator[Database]:
+    """A migrated database of the test's own, on the shared server."""
+    async with server.database() as database:
+        yield database
+
+
+@pytest.fixture
+async def empty_database(server: Server) -> AsyncIterator[Database]:
+    """A database of the test's own with nothing in it, on the shared server."""
+    async with server.database(migrated=False) as database:
+        yield database
+
+
+@pytest.fixture
+def private_server(pg_major: int) -> Iterator[Server]:
+    """A server of the test's own, for tests that stop, kill or restart it."""
+    server = Server(pg_major)
+    with server.embedded:
+        yield server
+
+
+@pytest.fixture
+async def private_database(private_server: Server) -> AsyncIterator[Database]:
+    """A migrated database on a server of the test's own (`.server.embedded`)."""
+    async with private_server.database() as database:
+        yield database

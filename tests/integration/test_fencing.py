@@ -1,0 +1,163 @@
+"""Ownership on real PostgreSQL: a replica that lost its endpoints writes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outbox.core.lane import AttemptRow, Progress, Record
+from outbox.store.lanes import Fenced, RecordStore
+from outbox.store.replicas import ReplicaStore
+from tests.support.relay import add_endpoint, fetchval
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+SESSION = {"server_settings": {"search_path": "relay"}}
+
+
+class Replica:
+    """A registered replica that owns the only endpoint, and its connections."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    async def start(self, lease_s: float = 60) -> Replica:
+        connection = await self.database.connect(**SESSION)
+        self.replicas = ReplicaStore(connection)
+        self.id = await self.replicas.register("test", "0", lease_s)
+        self.connection = await self.database.connect(**SESSION)
+        self.records = RecordStore(self.connection, self.id)
+        self.epochs: dict[UUID, int] = {}
+        return self
+
+    async def claim(self, endpoint_id: UUID) -> int:
+        self.epochs = await self.replicas.claim(self.id, [endpoint_id], "test")
+        return self.epochs.get(endpoint_id, 0)
+
+
+def success(lane_id: int, seq: int) -> Record:
+    row = AttemptRow(1, seq, 1, "delivered", 200, None, 1.0, 0.1)
+    return Record(lane_id, seq, row)
+
+
+def failure(lane_id: int, seq: int) -> Record:
+    row = AttemptRow(1, seq, 1, "retry", 500, None, 1.0, 0.1)
+    return Record(lane_id, seq, row, Progress(seq - 1, seq - 1, 1, seq, 1, 1.0, 2.0, {}))
+
+
+async def _endpoint(database: Database) -> tuple[UUID, int]:
+    endpoint = await add_endpoint(database)
+    return endpoint.id, await fetchval(database, "SELECT min(id) FROM lane")
+
+
+async def test_the_owner_writes(database: Database) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    owner = await Replica(database).start()
+    epoch = await owner.claim(endpoint_id)
+    await owner.records.write([success(lane, 1)], [epoch])
+    await owner.records.write([success(lane, 2), failure(lane, 3)], [epoch, epoch])
+    assert await owner.records.checkpoint([(lane, epoch, Progress(3, 3, 1))]) == {lane}
+    assert await fetchval(database, "SELECT count(*) FROM attempt") == 3
+
+
+@pytest.mark.parametrize("make", [success, failure])
+async def test_a_buried_replica_writes_nothing(database: Database, make: object) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    old, new = await Replica(database).start(), await Replica(database).start()
+    epoch = await old.claim(endpoint_id)
+    assert await new.replicas.bury(old.id, "test", 1.0)
+    with pytest.raises(Fenced):
+        await old.records.write([make(lane, 1)], [epoch])
+    assert await old.records.checkpoint([(lane, epoch, Progress(1, 1, 1))]) == set()
+    assert not await old.replicas.renew(old.id)
+    assert await fetchval(database, "SELECT count(*) FROM attempt") == 0
+    assert await fetchval(database, "SELECT acked_seq FROM lane_progress") == 0
+
+
+async def test_a_replica_whose_lease_lapsed_writes_nothing_and_cannot_renew(
+    database: Database,
+) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    owner = await Replica(database).start()
+    epoch = await owner.claim(endpoint_id)
+    await fetchval(database, "UPDATE replica SET expires_at = clock_timestamp()")
+    with pytest.raises(Fenced):
+        await owner.records.write([success(lane, 1)], [epoch])
+    assert not await owner.replicas.renew(owner.id)
+    assert await owner.claim(endpoint_id) == 0
+
+
+async def test_a_lane_of_an_earlier_epoch_writes_nothing_at_all(database: Database) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    owner = await Replica(database).start()
+    epoch = await owner.claim(endpoint_id)
+    await owner.replicas.release(owner.id, [endpoint_id], "test", "test")
+    newer = await owner.claim(endpoint_id)
+    assert newer > epoch
+    with pytest.raises(Fenced):
+        await owner.records.write([success(lane, 1), failure(lane, 2)], [epoch, epoch])
+    assert await fetchval(database, "SELECT count(*) FROM attempt") == 0
+    assert await owner.records.checkpoint([(lane, epoch, Progress(1, 1, 1))]) == set()
+
+
+async def test_a_burial_waits_for_a_group_under_way_and_then_sees_it(database: Database) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    old, new = await Replica(database).start(), await Replica(database).start()
+    epoch = await old.claim(endpoint_id)
+    transaction = old.connection.transaction()
+    await transaction.start()
+    await old.records.write([success(lane, 1)], [epoch])
+    burial = asyncio.create_task(new.replicas.bury(old.id, "test", 10.0))
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    await until(lambda: fetchval(database, waiting))
+    await transaction.commit()
+    assert await burial
+    assert await fetchval(database, "SELECT count(*) FROM attempt") == 1
+
+
+async def test_a_group_that_waits_behind_a_burial_finds_no_fence(database: Database) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    old = await Replica(database).start()
+    epoch = await old.claim(endpoint_id)
+    burier = await database.connect(**SESSION)
+    transaction = burier.transaction()
+    await transaction.start()
+    await ReplicaStore(burier).bury(old.id, "test", 1.0)
+    group = asyncio.create_task(old.records.write([success(lane, 1)], [epoch]))
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    await until(lambda: fetchval(database, waiting))
+    await transaction.commit()
+    with pytest.raises(Fenced):
+        await group
+    assert await fetchval(database, "SELECT count(*) FROM attempt") == 0
+
+
+async def test_a_frozen_session_that_holds_the_fence_is_ended(database: Database) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    old, new = await Replica(database).start(), await Replica(database).start()
+    name = f"outbox-relay:{old.id}"
+    frozen = await database.connect(
+        server_settings={"search_path": "relay", "application_name": name}
+    )
+    await old.replicas.set_pids(old.id, [frozen.get_server_pid()])
+    epoch = await old.claim(endpoint_id)
+    transaction = frozen.transaction()
+    await transaction.start()
+    await RecordStore(frozen, old.id).write([success(lane, 1)], [epoch])
+    assert not await new.replicas.bury(old.id, "test", 0.1)
+    assert await new.replicas.bury(old.id, "test", 10.0)
+    assert await fetchval(database, "SELECT count(*) FROM attempt") == 0
+
+
+async def test_an_endpoint_belongs_to_one_replica_at_a_time(database: Database) -> None:
+    endpoint_id, _ = await _endpoint(database)
+    one, two = await Replica(database).start(), await Replica(database).start()
+    got = await asyncio.gather(one.claim(endpoint_id), two.claim(endpoint_id))
+    assert sorted(got) == [0, 1]

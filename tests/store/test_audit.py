@@ -1,0 +1,108 @@
+"""`outbox verify` finds what is broken: every promise is broken once, and named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outbox.store.audit import CHECKS
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+)
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+
+# What breaks a promise, and which checks must say so.
+DAMAGE = {
+    "a committed event is declared dead": (
+        "UPDATE batch SET dead = '{[2,3)}' WHERE batch = 1",
+        {"lost"},
+    ),
+    "a delivery is missing": (
+        "DELETE FROM delivery WHERE seq = 3",
+        {"complete", "numbered"},
+    ),
+    "an event was never sequenced": (
+        """WITH gone AS (DELETE FROM delivery WHERE seq = 6 RETURNING 1),
+                fewer AS (UPDATE lane_counter SET last_seq = 5)
+           UPDATE lane_progress SET acked_seq = 5""",
+        {"complete"},
+    ),
+    "a delivery of an event that rolled back": (
+        "UPDATE delivery SET outbox_id = 999 WHERE seq = 3",
+        {"complete", "real"},
+    ),
+    "a delivery to somebody who did not subscribe": (
+        "UPDATE subscription SET types = '{other.**}'",
+        {"real"},
+    ),
+    "an event has two numbers": (
+        """WITH more AS (INSERT INTO delivery SELECT lane_id, batch + 1, 7, outbox_id
+                           FROM delivery WHERE seq = 6)
+           UPDATE lane_counter SET last_seq = 7""",
+        {"once"},
+    ),
+    "a number was passed without an outcome": (
+        "DELETE FROM attempt WHERE seq = 1",
+        {"accounted"},
+    ),
+    "a delivery succeeded and was given up": (
+        """INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts)
+           SELECT endpoint_id, lane_id, 1, 1, 1, 'refused', 1 FROM lane_progress""",
+        {"accounted"},
+    ),
+    "numbers were acknowledged out of order": (
+        "UPDATE lane_progress SET acked_seq = 3, floor_batch = 0",
+        {"in order"},
+    ),
+    "an open gap lies above the cursor": (
+        "INSERT INTO gap VALUES (1000, 1001)",
+        {"gaps"},
+    ),
+    "an endpoint changed hands unseen": (
+        "UPDATE ownership SET epoch = epoch + 1",
+        {"owned"},
+    ),
+    "an endpoint was removed unseen": (
+        "UPDATE endpoint SET state = 'removed'",
+        {"owned"},
+    ),
+}
+
+
+async def _a_life(database: Database) -> None:
+    """Six events, the fifth of them refused."""
+    await add_endpoint(database)
+    network = Network(lambda sent: REFUSED if sent.seq == 5 else OK)
+    async with running(database, network):
+        await publish(database, *range(6))
+        await all_ended(database)
+
+
+async def test_a_whole_database_has_no_exceptions(database: Database) -> None:
+    await _a_life(database)
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("what", DAMAGE)
+async def test_damage_is_found(database: Database, what: str) -> None:
+    damage, expected = DAMAGE[what]
+    await _a_life(database)
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        await connection.execute(damage)
+    found = await exceptions(database)
+    assert expected <= found.keys(), found
+
+
+def test_every_check_is_broken_by_some_damage() -> None:
+    assert {name for _, names in DAMAGE.values() for name in names} == {c.name for c in CHECKS}

@@ -1,0 +1,183 @@
+"""Whole relays inside a test: the real thing on real PostgreSQL, with a scripted network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.config import Settings
+from outbox.core.answer import Answer
+from outbox.relay.relay import Relay
+from outbox.store import dsn, endpoints
+from outbox.store.audit import audit
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+
+    from outbox.store.endpoints import NewEndpoint
+    from outbox.transport.port import Request
+    from tests.support.postgres import Database
+
+QUICK_RETRY = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 4}
+
+OK = Answer.of(204, 0.001)
+BUSY = Answer.of(503, 0.001, body=b"busy")
+REFUSED = Answer.of(400, 0.001, body=b"no")
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One request, as a receiver sees it."""
+
+    url: str
+    lane: str
+    seq: int
+    previous_seq: int
+    attempt: int
+    delivery: str
+    body: dict[str, Any]
+
+    @classmethod
+    def of(cls, request: Request) -> Sent:
+        h = {name.lower(): value for name, value in request.headers}
+        return cls(
+            request.url,
+            h["x-lane"],
+            int(h["x-sequence"]),
+            int(h["x-previous-sequence"]),
+            int(h["x-attempt"]),
+            h["x-delivery"],
+            orjson.loads(request.body),
+        )
+
+
+class Network:
+    """A transport that answers by a script and keeps what was sent."""
+
+    def __init__(self, script: Callable[[Sent], Answer | Awaitable[Answer]] | None = None) -> None:
+        self.script = script or (lambda _: OK)
+        self.sent: list[Sent] = []
+        self.accepted: list[Sent] = []
+        self.in_flight: dict[str, int] = defaultdict(int)
+        self.in_flight_max: dict[str, int] = defaultdict(int)
+
+    async def send(self, request: Request) -> Answer:
+        sent = Sent.of(request)
+        self.sent.append(sent)
+        self.in_flight[sent.lane] += 1
+        self.in_flight_max[sent.lane] = max(
+            self.in_flight_max[sent.lane], self.in_flight[sent.lane]
+        )
+        try:
+            answer = self.script(sent)
+            if not isinstance(answer, Answer):
+                answer = await answer
+        finally:
+            self.in_flight[sent.lane] -= 1
+        if answer.status is not None and 200 <= answer.status <= 299:
+            self.accepted.append(sent)
+        return answer
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+    def data(self) -> list[Any]:
+        """The payloads that were accepted, in order."""
+        return [sent.body["data"] for sent in self.accepted]
+
+
+async def add_endpoint(database: Database, name: str = "shop", **options: Any) -> NewEndpoint:
+    """An endpoint whose retries do not keep a test waiting."""
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        return await endpoints.add(
+            connection,
+            "relay",
+            name=name,
+            url=f"http://receiver.test/{name}",
+            actor="test",
+            **{"retry": QUICK_RETRY, **options},
+        )
+
+
+async def publish(database: Database, *payloads: Any, type: str = "a.b", **columns: Any) -> None:  # noqa: A002
+    """Publish payloads in one transaction each."""
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        for payload in payloads:
+            names = ["type", "payload", *columns]
+            marks = ", ".join(f"${n}" for n in range(1, len(names) + 1))
+            await connection.execute(
+                f"INSERT INTO outbox ({', '.join(names)}) VALUES ({marks})",
+                type,
+                orjson.dumps(payload).decode(),
+                *columns.values(),
+            )
+
+
+def relay(database: Database, network: Network, **settings: Any) -> Relay:
+    """A relay that has not been started."""
+    given: Mapping[str, Any] = {"dsn": database.dsn, "lease_s": 1.0, "drain_s": 5.0, **settings}
+    return Relay(dsn.parse(database.dsn, source="test", env={}), Settings(**given), network)
+
+
+@asynccontextmanager
+async def running(database: Database, network: Network, **settings: Any) -> AsyncIterator[Relay]:
+    """A relay at work, drained at the end."""
+    worker = relay(database, network, **settings)
+    task = asyncio.create_task(worker.run())
+    try:
+        yield worker
+        if task.done():
+            task.result()
+    finally:
+        worker.stop()
+        await task
+
+
+@asynccontextmanager
+async def killed_at_the_end(
+    database: Database, network: Network, **settings: Any
+) -> AsyncIterator[Relay]:
+    """A relay that ends without a word, as by kill -9."""
+    worker = relay(database, network, **settings)
+    task = asyncio.create_task(worker.run())
+    try:
+        yield worker
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def exceptions(database: Database) -> dict[str, tuple[str, ...]]:
+    """What `outbox verify` would complain about."""
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        return {f.check.name: f.examples async for f in audit(connection) if f.violations}
+
+
+async def fetchval(database: Database, sql: str, *arguments: Any) -> Any:
+    """One value."""
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        return await connection.fetchval(sql, *arguments)
+
+
+async def all_ended(database: Database, timeout_s: float = 20) -> None:
+    """Wait until every event is sequenced and every delivery has ended."""
+    sql = """
+        SELECT (SELECT coalesce(max(id), 0) FROM outbox)
+               <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
+           AND NOT EXISTS (SELECT FROM replay WHERE batch IS NULL)
+           AND NOT EXISTS (
+               SELECT FROM delivery d WHERE NOT EXISTS (
+                   SELECT FROM attempt a WHERE a.lane_id = d.lane_id AND a.seq = d.seq
+                      AND a.outcome = 'delivered')
+                 AND NOT EXISTS (
+                   SELECT FROM dead_letter x
+                    WHERE x.lane_id = d.lane_id AND d.seq BETWEEN x.seq AND x.to_seq))
+    """
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        await until(lambda: connection.fetchval(sql), timeout_s, "all deliveries to end")

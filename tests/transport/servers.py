@@ -1,0 +1,148 @@
+"""Receivers on raw sockets, so that a test decides over every byte."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+@dataclass(frozen=True)
+class Received:
+    """One request as it came over the wire."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    """Names in lower case."""
+    names: list[str]
+    body: bytes
+
+
+class Connection:
+    """The receiver's end of one connection."""
+
+    def __init__(
+        self, server: RawServer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._server = server
+        self._reader = reader
+        self._writer = writer
+
+    async def head(self) -> Received:
+        """Read a request up to its body.  Raises IncompleteReadError at the end."""
+        raw = await self._reader.readuntil(b"\r\n\r\n")
+        first, *lines = raw.decode("latin-1").split("\r\n")[:-2]
+        method, target, _ = first.split(" ")
+        pairs = [line.split(": ", 1) for line in lines]
+        headers = {name.lower(): value for name, value in pairs}
+        return Received(method, target, headers, [name for name, _ in pairs], b"")
+
+    async def request(self) -> Received:
+        """Read a whole request."""
+        head = await self.head()
+        body = await self._reader.readexactly(int(head.headers["content-length"]))
+        received = Received(head.method, head.target, head.headers, head.names, body)
+        self._server.received.append(received)
+        return received
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def drip(self, data: bytes) -> None:
+        """Send a byte at a time, at a pace that outlasts any time-out of a test."""
+        for i in range(len(data)):
+            await self.send(data[i : i + 1])
+            await asyncio.sleep(0.005)
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def reset(self) -> None:
+        """End with RST instead of FIN."""
+        sock: socket.socket = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
+
+    async def closed_by_peer(self) -> None:
+        """Wait until the sender has closed this connection."""
+        with contextlib.suppress(ConnectionError):
+            while await self._reader.read(65536):
+                pass
+        self._server.closed_by_peer += 1
+
+
+@dataclass
+class RawServer:
+    """Calls `script` for every connection."""
+
+    script: Callable[[Connection], Awaitable[None]]
+    received: list[Received] = field(default_factory=list)
+    connections: int = 0
+    closed_by_peer: int = 0
+    url: str = ""
+    port: int = 0
+    errors: list[Exception] = field(default_factory=list)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        task = asyncio.create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self.script(Connection(self, reader, writer))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # The sender went away.
+        except Exception as error:
+            self.errors.append(error)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError, OSError):
+                await writer.wait_closed()
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    script: Callable[[Connection], Awaitable[None]], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[RawServer]:
+    """A receiver on a free port of 127.0.0.1."""
+    server = RawServer(script)
+    listener = await asyncio.start_server(server.accept, "127.0.0.1", 0, ssl=tls, backlog=512)
+    server.port = listener.sockets[0].getsockname()[1]
+    server.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.port}/hook"
+    try:
+        yield server
+    finally:
+        listener.close()
+        await server.stop()
+        await listener.wait_closed()
+    assert not server.errors, server.errors
+
+
+def answering(answer: bytes) -> Callable[[Connection], Awaitable[None]]:
+    """Gives the same answer to every request, and keeps the connection."""
+
+    async def script(connection: Connection) -> None:
+        while True:
+            await connection.request()
+            await connection.send(answer)
+
+    return script
