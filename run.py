@@ -134,7 +134,7 @@ def install(wanted: list[str]) -> None:
     say("installing what pyproject.toml asks for (a minute the first time)")
     STAMP.write_text("unfinished\n")
     started = time.monotonic()
-    # Its messages are shown at its end, because Ctrl-C makes it say a great deal.
+    # Its messages are shown when it failed only: Ctrl-C makes it say a great deal.
     with tempfile.TemporaryFile() as messages:
         code = call(
             [*pip, "install", "--quiet", "--editable", f"{ROOT}[{extras}]"],
@@ -142,8 +142,9 @@ def install(wanted: list[str]) -> None:
             env={**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"},
             stderr=messages,
         )
-        messages.seek(0)
-        sys.stderr.write(messages.read().decode(errors="replace"))
+        if code:
+            messages.seek(0)
+            sys.stderr.write(messages.read().decode(errors="replace"))
     if code:
         raise Stop(
             f"pip could not install (exit code {code}); its message is above. "

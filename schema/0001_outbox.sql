@@ -37,7 +37,8 @@ CREATE TABLE outbox (
         CHECK (octet_length(key) BETWEEN 1 AND 512),
     CONSTRAINT headers_must_be_an_object_of_strings
         CHECK (jsonb_typeof(headers) = 'object'
-               AND NOT headers @? '$.* ? (@.type() != "string")'),
+               -- strict: lax would look into an array and find its strings.
+               AND NOT headers @? 'strict $.* ? (@.type() != "string")'),
     CONSTRAINT headers_must_be_at_most_8192_bytes
         CHECK (octet_length(headers::text) <= 8192),
     CONSTRAINT payload_must_be_at_most_262144_bytes

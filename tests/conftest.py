@@ -2,6 +2,8 @@
 
 --pg 16,18   the PostgreSQL majors to test on (default: every one there is)
 --seed N     repeats the random choices of an earlier run
+--kills N    how often the end-to-end test kills the relay (default 3)
+--cursor-seconds N   how long the adversarial producers go on (default: 6)
 """
 
 from __future__ import annotations
@@ -32,7 +34,17 @@ _seed_key = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("outbox")
     group.addoption("--pg", metavar="16,18", help="PostgreSQL majors to test on; default: all")
+    group.addoption(
+        "--kills", type=int, default=3, metavar="N", help="kill -9 of the relay, end to end"
+    )
     group.addoption("--seed", type=int, metavar="N", help="the seed of the random tests")
+    group.addoption(
+        "--cursor-seconds",
+        type=float,
+        default=6.0,
+        metavar="N",
+        help="how long the adversarial producers go on; default: 6",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -99,6 +111,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> random.Random:
     """A generator seeded with `seed`, the same for every test."""
     return random.Random(seed)
+
+
+@pytest.fixture
+def cursor_seconds(request: pytest.FixtureRequest) -> float:
+    """How long the adversarial producers go on."""
+    seconds: float = request.config.getoption("--cursor-seconds")
+    return seconds
 
 
 @pytest.fixture(scope="session")

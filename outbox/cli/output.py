@@ -6,6 +6,7 @@ A terminal gets rich tables; a pipe gets the same rows as plain aligned text;
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from datetime import datetime
@@ -45,7 +46,12 @@ def emit_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
     shown = [(name, cell(value)) for name, value in pairs if value is not None]
     width = max(len(name) for name, _ in shown)
     for name, value in shown:
-        click.echo(f"{click.style(name.ljust(width), dim=True)}  {value}")
+        click.echo(f"{style(name.ljust(width), dim=True)}  {value}")
+
+
+def style(text: str, **how: Any) -> str:
+    """Text in click's styles, unless NO_COLOR says otherwise (no-color.org)."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, **how)
 
 
 def cell(value: Any) -> str:

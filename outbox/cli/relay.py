@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -67,7 +68,19 @@ def command(config: str | None, **flags: Any) -> None:
     """
     settings = load(flags, config=config)
     configure(settings)
+    _allow_many_sockets()
     asyncio.run(_run(settings))
+
+
+def _allow_many_sockets() -> None:
+    """As many open files as the system lets us have: every kept connection is one."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit.
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def _run(settings: Settings) -> None:

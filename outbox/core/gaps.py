@@ -142,7 +142,8 @@ class GapTracker:
                 if known is None or known.old != old:
                     known = _Gap(lo, hi, old, None, now)
                 self._gaps.append(known)
-                if not old or known.holders is None or self._one_ended(known.holders, before):
+                # Without holders: nobody has looked yet, or nobody is left.
+                if not old or not known.holders or self._one_ended(known.holders, before):
                     self._due.add(known.range)
 
     def ranges(self) -> list[Range]:

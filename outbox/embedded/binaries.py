@@ -93,8 +93,8 @@ def reachable(binaries: Binaries, account: Account | None, room: Path) -> Binari
     copied = Binaries(_copy(binaries.bin_dir.parent, room), binaries.version, binaries.major)
     if complaint := _complaint(copied, account):
         raise CannotRun(
-            f"PostgreSQL in {binaries.bin_dir} cannot be run by user {account.name} ({complaint}): "
-            "move it to a place that every user can read"
+            f"user {account.name} cannot run PostgreSQL in {binaries.bin_dir} ({complaint}): "
+            "start this as an ordinary user, or move it to a place that every user can read"
         )
     return copied
 

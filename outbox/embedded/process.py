@@ -7,6 +7,8 @@ import os
 import select
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ class ServerProcess:
     """
 
     def __init__(self, argv: Sequence[str], account: Account | None, log: Path, cwd: Path) -> None:
+        self._started_at = time.time()
         self._alive_fd, held_fd = os.pipe()
         try:
             with log.open("ab") as output:
@@ -76,14 +79,13 @@ class ServerProcess:
 
     def kill(self) -> None:
         """SIGKILL to every process of the server at once."""
-        if self._popen.poll() is None:
-            # Stopped first, so that it forks no more while we read whom it has.
-            self.ask(signal.SIGSTOP)
-            children = _children(self.pid)
-            self.ask(signal.SIGKILL)
-            for pid in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        if self._popen.poll() is not None:
+            return
+        children = _children_of_stopped(self.pid) if sys.platform == "linux" else []
+        self.ask(signal.SIGKILL)
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def ready(self, data_dir: Path) -> bool:
         """Whether it accepts connections, as it says in its postmaster.pid."""
@@ -91,16 +93,23 @@ class ServerProcess:
             lines = (data_dir / "postmaster.pid").read_text().splitlines()
         except OSError:
             return False
-        # src/include/utils/pidfile.h: line 1 is the process, line 8 its state.
-        return len(lines) >= 8 and lines[0] == str(self.pid) and lines[7].strip() == "ready"
+        # src/include/utils/pidfile.h: the process, the directory, the time it
+        # started, ... and in line 8 its state.  The time matters: a file left by
+        # an earlier server may name the same process number.
+        if len(lines) < 8 or lines[0] != str(self.pid) or not lines[2].isdigit():
+            return False
+        return int(lines[2]) >= int(self._started_at) and lines[7].strip() == "ready"
 
 
-def _children(pid: int) -> list[int]:
-    """The children of a process; none where there is no /proc.
+def _children_of_stopped(pid: int) -> list[int]:
+    """Stop our child `pid` and list its children.
 
-    Elsewhere PostgreSQL's processes notice by themselves that their postmaster
-    is gone, only later when they are busy.
+    Stopped, it neither forks nor reaps any more; the kernel lists children
+    reliably only then.  Where there is no /proc, PostgreSQL's processes notice
+    by themselves that their postmaster is gone, only later when they are busy.
     """
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     try:
         words = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:

@@ -7,7 +7,6 @@ import atexit
 import contextlib
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from urllib.parse import quote
 
 from outbox.embedded.account import account_for, give
 from outbox.embedded.binaries import find, reachable
-from outbox.embedded.launch import command, environment
+from outbox.embedded.initdb import initdb, reason
 from outbox.embedded.process import ServerProcess
 from outbox.embedded.room import Room, reaches, sweep
 from outbox.errors import CannotRun
@@ -45,7 +44,6 @@ _DEFAULTS: Mapping[str, Setting] = MappingProxyType(
 # These hold the life cycle together, so they are not the caller's to set.
 _OURS = frozenset({"port", "unix_socket_directories", "unix_socket_permissions"})
 
-_INITDB_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 60.0  # Crash recovery is part of it.
 _FAST_STOP_TIMEOUT_S = 15.0
 _IMMEDIATE_STOP_TIMEOUT_S = 10.0
@@ -101,6 +99,7 @@ class EmbeddedPostgres:
         self._account: Account | None = None
         self._room: Room | None = None
         self._process: ServerProcess | None = None
+        self._owner_pid = os.getpid()
 
     @property
     def major(self) -> int:
@@ -158,6 +157,7 @@ class EmbeddedPostgres:
         if self.running:
             return
         try:
+            self.halt()  # It may have crashed, and then has to be cleared away first.
             if self._room is None:
                 self._move_in()
             self._launch()
@@ -201,7 +201,7 @@ class EmbeddedPostgres:
         if self._room is not None:
             self._room.remove()
             self._room = None
-        atexit.unregister(self.stop)
+        atexit.unregister(self._stop_at_exit)
 
     def __enter__(self) -> Self:
         self.start()
@@ -247,7 +247,8 @@ class EmbeddedPostgres:
         account = self._account = account_for(self._given_dir)
         self._room = Room(account, self._temporary_in)
         # `with` stops it; this is for whoever forgets, and for sys.exit in between.
-        atexit.register(self.stop)
+        self._owner_pid = os.getpid()
+        atexit.register(self._stop_at_exit)
         self._runnable = reachable(self._binaries, account, self._home())
         for directory in (self.socket_dir, self.data_dir):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -261,36 +262,14 @@ class EmbeddedPostgres:
         version_file = self.data_dir / "PG_VERSION"
         if not version_file.exists():
             give(self.data_dir, account)
-            self._initdb()
+            # After a crash of the machine a temporary cluster is of no use anyway.
+            temporary = self._given_dir is None
+            initdb(self._runnable, self.data_dir, account, self._home(), sync=not temporary)
         elif (made_by := version_file.read_text().strip()) != str(self.major):
             raise CannotRun(
                 f"{self.data_dir} was made by PostgreSQL {made_by}, and this is {self.version}: "
                 "choose that major version or another data directory"
             )
-
-    def _initdb(self) -> None:
-        argv = [self._runnable.path("initdb"), f"--pgdata={self.data_dir}"]
-        argv += ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--no-locale"]
-        if self._given_dir is None:
-            argv.append("--no-sync")  # After a crash of the machine it is of no use anyway.
-        try:
-            made = subprocess.run(
-                command(argv, self._account),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=_INITDB_TIMEOUT_S,
-                env=environment(),
-                cwd=self._home(),
-                process_group=0,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CannotRun(
-                f"initdb of PostgreSQL {self.version} did not end within {_INITDB_TIMEOUT_S:.0f} s"
-            ) from error
-        if made.returncode:
-            why = _reason(made.stderr) or f"exit code {made.returncode}"
-            raise CannotRun(f"initdb of PostgreSQL {self.version} failed: {why}")
 
     def _launch(self) -> None:
         settings = {
@@ -308,7 +287,7 @@ class EmbeddedPostgres:
         give_up_at = time.monotonic() + _START_TIMEOUT_S
         while not process.ready(self.data_dir):
             if process.exit_code is not None or time.monotonic() > give_up_at:
-                why = _reason(self._log_since(log_start_bytes)) or (
+                why = reason(self._log_since(log_start_bytes)) or (
                     f"not ready after {_START_TIMEOUT_S:.0f} s"
                     if process.exit_code is None
                     else f"exit code {process.exit_code}"
@@ -316,6 +295,10 @@ class EmbeddedPostgres:
                 self.halt(immediate=True)
                 raise CannotRun(f"PostgreSQL {self.version} did not start: {why}")
             time.sleep(_READY_POLL_S)
+
+    def _stop_at_exit(self) -> None:
+        if os.getpid() == self._owner_pid:  # A forked child has no say in it.
+            self.stop()
 
     def _log_since(self, start_bytes: int) -> str:
         with self.log_path.open("rb") as log:
@@ -327,13 +310,3 @@ def _text(value: Setting) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value)
-
-
-def _reason(log: str) -> str:
-    """The line of a log that says why it ended, without its time stamp."""
-    lines = log.strip().splitlines()
-    for mark in ("FATAL:", "PANIC:", "error:", "could not", "ERROR:"):
-        for line in lines:
-            if mark in line:
-                return line[line.index(mark) :].removeprefix(mark).strip()
-    return lines[-1].strip() if lines else ""

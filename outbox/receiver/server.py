@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 import struct
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 BODY_BYTES_MAX = 65 * 1024 * 1024
 """The largest payload that can be allowed, and what is around it."""
 SEEN_MAX = 1_000_000
-_SHUTDOWN_S = 1.0
+_SHUTDOWN_S = 0.5
+"""For requests that hang or are in their latency; aiohttp waits twice."""
 
 
 class Fault(StrEnum):
@@ -67,6 +69,8 @@ class Outcome(StrEnum):
     """Had been processed before, and so was dropped."""
     FAILED = "failed"
     """On purpose, with nothing done."""
+    REFUSED = "refused"
+    """A good request that this receiver will never take."""
     REJECTED = "rejected"
     """Not signed, not a delivery, or changed on its way."""
 
@@ -85,7 +89,7 @@ class Handled:
     fault: Fault | None = None
     """With `accepted` or `duplicate`: only the answer was lost."""
     reason: str = ""
-    """Why it was rejected."""
+    """Why it was refused or rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,7 @@ class Totals:
     accepted: int
     duplicates: int
     failed: int
+    refused: int
     rejected: int
     lost: int
     """Accepted ones and duplicates whose answer was lost on purpose."""
@@ -113,8 +118,9 @@ class Receiver:
 
     `secrets` are the keys that may have signed (none: signatures are not
     looked at).  Of all good requests `fail_rate` fail in one of the ways in
-    `faults`, half of them after the effect.  `on_request` is called for every
-    request when its outcome is known, before the answer is sent.
+    `faults`, half of them after the effect.  `refuse` may name a reason never
+    to take a delivery (422).  `on_request` is called for every request when
+    its outcome is known, before the answer is sent.
     `from_start` says that all lanes begin after this receiver, so that a first
     number other than 1 means that some are missing.
 
@@ -130,6 +136,7 @@ class Receiver:
         faults: Sequence[Fault] = QUICK_FAULTS,
         latency_s: float = 0.0,
         rng: random.Random | None = None,
+        refuse: Callable[[Message], str | None] | None = None,
         on_request: Callable[[Handled], None] | None = None,
         from_start: bool = False,
         clock: Callable[[], float] = time.time,
@@ -141,12 +148,13 @@ class Receiver:
             raise UsageError(f"latency: must be between 0 and 3600 s, not {latency_s:g}")
         if fail_rate and not faults:
             raise UsageError("fail rate: there is no way to fail among the faults")
-        self._secrets = tuple(secrets)
+        self.secrets = tuple(secrets)
         self._fail_rate = fail_rate
         self._faults = tuple(faults)
         self._latency_s = latency_s
         self._rng = rng or random.Random()  # noqa: S311  nothing secret hangs on it
-        self._on_request = on_request
+        self._refuse = refuse
+        self.on_request = on_request
         self._clock = clock
         self._seen_max = seen_max
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -166,6 +174,7 @@ class Receiver:
             accepted=self._outcomes[Outcome.ACCEPTED],
             duplicates=self._outcomes[Outcome.DUPLICATE],
             failed=self._outcomes[Outcome.FAILED],
+            refused=self._outcomes[Outcome.REFUSED],
             rejected=self._outcomes[Outcome.REJECTED],
             lost=self._lost,
             order=self._book.totals(),
@@ -193,10 +202,10 @@ class Receiver:
             site = web.TCPSite(runner, host, port, backlog=1024)
             try:
                 await site.start()
-            except OSError as error:
-                raise CannotRun(
-                    f"cannot listen on {host}:{port} ({error.strerror}); choose another"
-                ) from error
+            except (OSError, OverflowError) as error:
+                number = getattr(error, "errno", None) or 0
+                why = os.strerror(number) if number > 0 else str(error)
+                raise CannotRun(f"cannot listen on {host}:{port}: {why}; choose another") from error
             bound = runner.addresses[0][1]
             yield f"http://[{host}]:{bound}/" if ":" in host else f"http://{host}:{bound}/"
         finally:
@@ -209,13 +218,16 @@ class Receiver:
             )
         body = await request.read()
         try:
-            if self._secrets:
-                verify(request.headers, body, self._secrets, self._clock())
+            if self.secrets:
+                verify(request.headers, body, self.secrets, self._clock())
             message = parse(request.headers, body)
         except SignatureError as error:
             return self._reject(401, str(error))
         except BadMessage as error:
             return self._reject(400, str(error))
+        if self._refuse is not None and (reason := self._refuse(message)):
+            self._count(Handled(Outcome.REFUSED, 422, message, reason=reason))
+            return web.Response(status=422, text=f"{reason}\n")
         fault, late = self._draw()
         if self._latency_s:
             await asyncio.sleep(self._latency_s)
@@ -259,8 +271,8 @@ class Receiver:
         self._outcomes[handled.outcome] += 1
         if handled.fault is not None and handled.outcome is not Outcome.FAILED:
             self._lost += 1
-        if self._on_request is not None:
-            self._on_request(handled)
+        if self.on_request is not None:
+            self.on_request(handled)
 
 
 async def _answer(request: web.Request, fault: Fault | None) -> web.Response:

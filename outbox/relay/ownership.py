@@ -87,6 +87,8 @@ class Ownership:
         self._watch = PeerWatch()
         self._version = 0
         self._stopping = False
+        # The replicas among whom this one's endpoints were last divided.
+        self._shared_with: set[int] = set()
         # The newest batch whose lanes were all told to the dispatcher.
         self._known_batch = 0
 
@@ -124,12 +126,13 @@ class Ownership:
         for replica_id in dead - {self._me}:
             if await self._replicas.bury(replica_id, self._actor, BURIAL_LOCK_TIMEOUT_S):
                 log.warning("a replica's lease ran out", replica=replica_id)
-        owner = await self._replicas.ownership()
-        mine = {e.id for e in self._dispatcher.endpoints()}
-        wanted = [e for e, o in owner.items() if o is None and preferred(e, alive) == self._me]
+        wanted = [e for e in await self._replicas.free() if preferred(e, alive) == self._me]
         if wanted:
             await self._claim(wanted)
-        if len(alive) > 1:
+        if alive != self._shared_with:
+            # What was claimed since then was preferred here at that time.
+            self._shared_with = alive
+            mine = [e.id for e in self._dispatcher.endpoints()]
             away = [e for e in mine if preferred(e, alive) != self._me]
             if away:
                 await self._hand_over(away)

@@ -121,6 +121,8 @@ WITH called_off AS (
 UPDATE dead_letter SET state = 'dead' WHERE id IN (SELECT dead_id FROM called_off)
 """
 
+FORGET_SECRETS = "DELETE FROM endpoint_secret WHERE endpoint_id = $1"
+
 SET_STATE = "UPDATE endpoint SET state = $2 WHERE id = $1"
 
 
@@ -305,6 +307,7 @@ async def remove(
         told = {"name": name, "owed": owed, "to_batch": from_batch}
         await write_journal(connection, "endpoint_removing", actor, endpoint_id, told)
         if state == "removed":
+            await connection.execute(FORGET_SECRETS, endpoint_id)
             await write_journal(connection, "endpoint_removed", actor, endpoint_id, {"given_up": 0})
     return Removal(endpoint_id, name, state, owed)
 

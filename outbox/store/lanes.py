@@ -178,6 +178,8 @@ buried AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
                              replica_id)
     SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, 'removed', 0, $1 FROM owed),
+forgotten AS (
+    DELETE FROM endpoint_secret s USING fence WHERE s.endpoint_id = $2),
 ended AS (
     UPDATE endpoint e SET state = 'removed' FROM fence WHERE e.id = $2 RETURNING e.id)
 INSERT INTO journal (kind, actor, endpoint_id, data)

@@ -71,9 +71,11 @@ SELECT 'endpoint_freed', $3, endpoint_id,
   FROM freed
 """
 
-READ_OWNERSHIP = """
-SELECT o.endpoint_id, o.replica_id
+# Only what is free: an idle look must not cost more with every endpoint.
+READ_FREE = """
+SELECT o.endpoint_id
   FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id AND e.state <> 'removed'
+ WHERE o.replica_id IS NULL
 """
 
 # The epoch is *written* to every progress row before anything is read, so that
@@ -156,10 +158,9 @@ class ReplicaStore:
             await self._db.execute(FREE_ALL, replica_id, actor, "clean stop")
             await self._db.execute(REMOVE_REPLICA, replica_id)
 
-    async def ownership(self) -> dict[UUID, int | None]:
-        """Owner by endpoint."""
-        rows = await self._db.fetch(READ_OWNERSHIP)
-        return {r["endpoint_id"]: r["replica_id"] for r in rows}
+    async def free(self) -> list[UUID]:
+        """Endpoints that nobody owns."""
+        return [r["endpoint_id"] for r in await self._db.fetch(READ_FREE)]
 
     async def claim(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str

@@ -113,11 +113,8 @@ class AiohttpTransport:
             data=_payload(request.body),
             headers=[*request.headers, ("Accept-Encoding", "identity")],
             allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(
-                connect=request.connect_timeout_s,
-                # Above it, aiohttp rounds time-outs up to whole seconds.
-                ceil_threshold=request.connect_timeout_s + 1,
-            ),
+            # The total is timed here, because aiohttp rounds it to whole seconds.
+            timeout=aiohttp.ClientTimeout(connect=request.connect_timeout_s),
         )
 
     def _session(self, *, tls: bool, **connector: Any) -> aiohttp.ClientSession:

@@ -2,13 +2,14 @@
 
 Three things that aiohttp's own connector does not do:
 
-* ask about the final address of every connection (`Guard`), whatever resolved
-  it: a resolver is not even asked when the URL holds an address;
+* ask about the final address of every connection, whatever resolved it: a
+  resolver is not even asked when the URL holds an address;
 * throw away a kept connection on which the receiver said something while
   nobody had asked.  aiohttp would take that for the answer to the next
   request, and a delivery that never arrived would count as delivered;
-* keep the head of an answer whose body is broken when both come in one
-  segment.  aiohttp's parser fails as a whole and the status is lost.
+* keep the head of an answer whose body is broken.  When both come in one
+  segment, aiohttp's parser fails as a whole and the status is lost; when they
+  do not, whoever reads the body is not told and waits for its time-out.
 
 The last two lean on a few inner names of aiohttp; the conformance tests of the
 transport fail if those ever change.
@@ -33,14 +34,10 @@ _HEADS_MAX = 8
 
 
 class EgressRefused(OSError):
-    """The guard said no to an address.
-
-    As text it is always the same: several addresses that are all refused are
-    then reported as the first of these errors, and not as one made of strings.
-    """
+    """The guard said no to an address; another one may still be tried."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__("refused by the egress rules")
+        super().__init__(reason)
         self.reason = reason
 
 
@@ -81,11 +78,19 @@ class _Protocol(ResponseHandler):
 
     def data_received(self, data: bytes) -> None:
         for _ in range(_HEADS_MAX):
-            end = data.find(_HEAD_END)
-            if end < 0:
+            end = data.find(_HEAD_END) + len(_HEAD_END)
+            if end < len(_HEAD_END) or end == len(data):
                 break
-            super().data_received(data[: end + len(_HEAD_END)])
-            data = data[end + len(_HEAD_END) :]
-            if not data or self.exception() is not None:
+            self._parse(data[:end])
+            data = data[end:]
+            if self.exception() is not None:
                 return
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
         super().data_received(data)
+        error, payload = self.exception(), self._payload
+        if error is not None and payload is not None and not payload.is_eof():
+            # aiohttp tells nobody who already reads the body, and so that
+            # reader would wait for the rest until its time was out.
+            payload.set_exception(aiohttp.ClientPayloadError(str(error)))

@@ -53,7 +53,7 @@ async def test_the_session_is_set_up(database: Database) -> None:
     )
     for name, value in {
         # The DSN's own options come first, so ours win.
-        "search_path": "relay, pg_temp",
+        "search_path": '"relay", pg_temp',
         "jit": "off",
         "application_name": "outbox test",
         "idle_in_transaction_session_timeout": "4s",
@@ -170,7 +170,7 @@ async def test_a_wrong_password(private_database: Database) -> None:
 
 
 async def test_a_setting_that_the_server_does_not_take(database: Database) -> None:
-    with pytest.raises(UsageError, match='OUTBOX_DSN: .* does not take a setting: .*"nix"'):
+    with pytest.raises(UsageError, match=r'OUTBOX_DSN: .* does not take a setting: .*"nix"'):
         await connect(address(database.dsn + "&options=-c%20nix=1"), schema="relay")
 
 

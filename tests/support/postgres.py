@@ -72,6 +72,15 @@ class Database:
             if not connection.is_closed():
                 await connection.close(timeout=5)
 
+    async def forget_prepared(self) -> None:
+        """Roll back the prepared transactions that a test left behind."""
+        async with self.connection() as connection:
+            for row in await connection.fetch(
+                "SELECT quote_literal(gid) FROM pg_prepared_xacts "
+                "WHERE database = current_database()"
+            ):
+                await connection.execute(f"ROLLBACK PREPARED {row[0]}")
+
     async def close(self) -> None:
         """Cut the connections that `connect` made."""
         for connection in self._connections:
@@ -85,7 +94,7 @@ class Server:
 
     def __init__(self, major: int, settings: Mapping[str, Setting] | None = None) -> None:
         self.embedded = EmbeddedPostgres(
-            major, temporary_in=_memory(), settings={**TEST_SETTINGS, **(settings or {})}
+            major, temporary_in=memory(), settings={**TEST_SETTINGS, **(settings or {})}
         )
         self.major = major
         self._has_template = False
@@ -115,6 +124,7 @@ class Server:
         finally:
             await database.close()
             self.embedded.start()  # A fault test may have left it stopped.
+            await database.forget_prepared()  # They would keep it from being dropped.
             await self.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
     async def _make_template(self) -> None:
@@ -132,7 +142,8 @@ class Server:
         self._has_template = True
 
 
-def _memory() -> Path | None:
+def memory() -> Path | None:
+    """A directory in memory, if the machine has a roomy one."""
     if not _MEMORY.is_dir() or shutil.disk_usage(_MEMORY).free < _MEMORY_BYTES_MIN:
         return None
     return _MEMORY

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -82,3 +83,10 @@ async def silent(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
     """Take everything and say nothing."""
     while await reader.read(65536):
         pass
+
+
+def free_port() -> int:
+    """A port that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,122 @@
+"""`outbox demo`: the shop window."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from outbox.cli.common import json_option
+from outbox.cli.output import emit_json
+
+if TYPE_CHECKING:
+    from outbox.demo.run import Result
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  outbox demo
+  outbox demo --events 20000
+  outbox demo --json | tail -1 | jq .missing
+
+Needs no database of yours: it starts a real PostgreSQL for itself and removes
+it again. Exit code 1 says that something was missing or out of order.
+"""
+)
+@click.option(
+    "--events",
+    type=click.IntRange(10, 1_000_000),
+    default=1000,
+    show_default=True,
+    help="How many events are committed.",
+)
+@click.option("--seed", type=int, help="Repeat the random choices of an earlier run.")
+@click.option("--pg", "major", type=int, help="PostgreSQL's major version; default: the newest.")
+@json_option
+def command(events: int, seed: int | None, major: int | None, as_json: bool) -> None:
+    """See it all at work, on a database of its own.
+
+    A shop publishes events in its transactions, some of which roll back. A
+    relay delivers them to three receivers that fail at random, and is killed
+    with kill -9 on the way. Then the books are compared.
+    """
+    from outbox.demo.run import run
+
+    live = sys.stdout.isatty() and not as_json
+
+    def tell(line: str) -> None:
+        click.echo(line, err=True)
+
+    tell("starting PostgreSQL, three receivers and a relay …")
+    chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
+    result = asyncio.run(run(events, chosen, major, live=live, tell=tell))
+    if as_json:
+        _emit(result)
+    else:
+        _show(result)
+    if not result.proof.good:
+        raise click.exceptions.Exit(1)
+
+
+def _emit(result: Result) -> None:
+    proof = result.proof
+    emit_json(
+        {
+            "published": proof.published,
+            "delivered": proof.delivered,
+            "duplicates": proof.duplicates,
+            "out_of_order": proof.out_of_order,
+            "missing": proof.missing,
+            "dead_lettered": proof.dead_lettered,
+            "seconds": result.seconds,
+            "owed": proof.owed,
+            "rolled_back": proof.rolled_back,
+            "rolled_back_but_delivered": proof.phantoms,
+            "broken_promises": proof.broken_promises,
+            "relay_kills": result.kills,
+            "postgres": result.postgres,
+            "seed": result.seed,
+        }
+    )
+
+
+def _show(result: Result) -> None:
+    proof = result.proof
+    rows: list[tuple[str, int | float, str, bool | None]] = [
+        ("published", proof.published, f"and {proof.rolled_back} rolled back", None),
+        ("owed", proof.owed, "deliveries to 3 endpoints", None),
+        ("delivered", proof.delivered, "each processed once", None),
+        ("dead lettered", proof.dead_lettered, "refused by the receiver, kept for replay", None),
+        ("duplicates", proof.duplicates, "same X-Delivery and number, so dropped", None),
+        ("missing", proof.missing, "owed, not delivered, not given up", not proof.missing),
+        ("out of order", proof.out_of_order, "in a lane or of a key", not proof.out_of_order),
+        ("phantoms", proof.phantoms, "rolled back, delivered nevertheless", not proof.phantoms),
+        (
+            "broken promises",
+            proof.broken_promises,
+            "found by outbox verify in the tables",
+            not proof.broken_promises,
+        ),
+    ]
+    click.echo()
+    for name, value, meaning, good in rows:
+        mark = (
+            " " if good is None else click.style("✓", "green") if good else click.style("✗", "red")
+        )
+        click.echo(f"  {mark} {name:<16} {value:>9,}   {click.style(meaning, dim=True)}")
+    killed = f"{result.kills} kill -9 of the relay" if result.kills else "no kill"
+    click.echo(
+        f"\nPostgreSQL {result.postgres}, {killed}, {result.seconds:.1f} s, seed {result.seed}"
+    )
+    if proof.good:
+        click.echo(
+            "\nNext, with a database of yours:\n"
+            "  export OUTBOX_DSN=postgresql://localhost/app\n"
+            "  outbox migrate\n"
+            "  outbox endpoint add billing https://example.com/hooks --type 'order.*'\n"
+            "  outbox relay"
+        )

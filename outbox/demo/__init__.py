@@ -1,0 +1,1 @@
+"""The demo: a real database, an application, a relay that is killed, and a proof."""

@@ -1,0 +1,117 @@
+"""What the demo shows while it runs: lanes that fill and drain."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outbox.store import endpoints
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from outbox.demo.shop import Books
+    from outbox.demo.stage import Stage
+    from outbox.store.endpoints import LaneRow
+
+BAR_CELLS = 24
+BAR_FULL = 60
+"""How many waiting deliveries fill the bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One lane at one moment."""
+
+    endpoint: str
+    story: str
+    lane: LaneRow
+    delivered: int
+
+    @property
+    def waiting(self) -> int:
+        """Numbered, and not processed by the receiver yet."""
+        return max(self.lane.last_seq - max(self.delivered, self.lane.acked_seq), 0)
+
+
+async def look(stage: Stage) -> list[Shown]:
+    """All lanes as they are now."""
+    shown: list[Shown] = []
+    for destination in stage.destinations:
+        plan = destination.plan
+        _, lanes = await endpoints.get(stage.control, "relay", plan.name)
+        shown += [
+            Shown(plan.name, plan.story, lane, destination.per_lane.get(lane.name, 0))
+            for lane in lanes
+        ]
+    return shown
+
+
+def picture(stage: Stage, books: Books, lanes: list[Shown], moment: str) -> RenderableType:
+    """The whole picture for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("endpoint", "lane"):
+        table.add_column(heading)
+    table.add_column("waiting", width=BAR_CELLS + 6)
+    table.add_column("delivered", justify="right")
+    table.add_column("head of the lane", width=46, no_wrap=True)
+    last = ""
+    for one in lanes:
+        name = one.endpoint if one.endpoint != last else ""
+        last = one.endpoint
+        table.add_row(
+            Text(name, "bold"),
+            one.lane.name.rsplit("-", 1)[1],
+            _bar(one.waiting),
+            f"{one.delivered:,}",
+            _head(one),
+        )
+    progress = Text.assemble(
+        ("published ", "dim"),
+        f"{books.done:,} of {books.planned:,}",
+        ("   rolled back ", "dim"),
+        f"{len(books.rolled_back):,}",
+        ("   delivered ", "dim"),
+        f"{sum(one.delivered for one in lanes):,}",
+    )
+    return Group(
+        Text(f"PostgreSQL {stage.postgres_version} · {moment}", "bold"),
+        Text(""),
+        table,
+        Text(""),
+        progress,
+    )
+
+
+def _bar(waiting: int) -> RenderableType:
+    from rich.text import Text
+
+    cells = min(-(-waiting * BAR_CELLS // BAR_FULL), BAR_CELLS)
+    color = "green" if waiting < BAR_FULL / 3 else "yellow" if waiting < BAR_FULL else "red"
+    return Text.assemble(("█" * cells, color), f" {waiting}" if waiting else "")
+
+
+def _head(one: Shown) -> RenderableType:
+    from rich.text import Text
+
+    lane = one.lane
+    if not lane.attempts or lane.next_attempt_at is None or one.waiting == 0:
+        return Text("")
+    answer = lane.last_answer or {}
+    said = answer.get("status") or answer.get("failure") or "no answer"
+    left_s = max(lane.next_attempt_at.timestamp() - time.time(), 0.0)
+    return Text(
+        f"number {lane.acked_seq + 1}: {said}, attempt {lane.attempts}, again in {left_s:.1f} s",
+        "yellow",
+    )
+
+
+def is_terminal() -> bool:
+    """Whether there is a screen to draw on."""
+    return sys.stdout.isatty()

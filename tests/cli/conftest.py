@@ -1,0 +1,80 @@
+"""Commands as their users call them, in this process: quick, and with coverage."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from outbox.cli.main import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.postgres import Database
+
+    Command = Callable[..., "Result"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command answered."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one line of JSON on stdout."""
+        assert self.code in (0, 1), self.err
+        assert self.out.count("\n") == 1
+        return orjson.loads(self.out)
+
+    @property
+    def error(self) -> str:
+        """The one line on stderr, when a command failed."""
+        assert self.out == ""
+        assert self.err.startswith("outbox: "), self.err
+        assert self.err.endswith("\n")
+        assert self.err.count("\n") == 1, self.err
+        return self.err.removeprefix("outbox: ").rstrip("\n")
+
+
+@pytest.fixture
+def outbox(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Command:
+    """Call a command: `outbox("publish", "a.b", OUTBOX_DSN=…, stdin=b"…")`."""
+    # Nothing of the machine's: no settings, no outbox.toml.
+    for name in list(os.environ):
+        if name.startswith(("OUTBOX_", "PG")) or name in ("DATABASE_URL", "NO_COLOR"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args: object, stdin: bytes = b"", **env: str) -> Result:
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+            code = run([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return Result(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def here(outbox: Command, database: Database) -> Command:
+    """The same, on the test's own migrated database."""
+
+    def call(*args: object, **options: Any) -> Result:
+        return outbox(*args, **{"OUTBOX_DSN": database.dsn, **options})
+
+    return call

@@ -1,0 +1,421 @@
+"""Each command on a real database: what it prints, as text and as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+URL = "https://example.com/hooks"
+
+
+def execute(database: Database, sql: str) -> Any:
+    """Run statements beside the commands; returns the last one's first value."""
+
+    async def go() -> Any:
+        async with database.connection(server_settings={"search_path": "relay"}) as connection:
+            *first, last = [s for s in sql.split(";") if s.strip()]
+            for statement in first:
+                await connection.execute(statement)
+            return await connection.fetchval(last)
+
+    return asyncio.run(go())
+
+
+def bury(database: Database, endpoint: str) -> None:
+    """A dead letter of an endpoint, and a range."""
+    execute(
+        database,
+        f"""
+        INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, outbox_id, event_id,
+               type, key, payload, headers, published_at, reason, attempts, last_answer)
+        SELECT e.id, l.id, 0, 7, 7, 1, gen_random_uuid(), 'a.b', E'k\x1b[31m', '{{"n": 7}}',
+               '{{"X-A": "b"}}', now(), 'refused', 3, '{{"status": 410, "body": "gone"}}'
+          FROM endpoint e JOIN lane l ON l.endpoint_id = e.id WHERE e.name = '{endpoint}';
+        INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts)
+        SELECT e.id, l.id, 0, 10, 19, 'removed', 0
+          FROM endpoint e JOIN lane l ON l.endpoint_id = e.id WHERE e.name = '{endpoint}'
+        """,
+    )
+
+
+# ------------------------------------------------------------------ migrate
+
+
+def test_migrate(outbox: Command, empty_database: Database) -> None:
+    env = {"OUTBOX_DSN": empty_database.dsn, "OUTBOX_SCHEMA": "My schema"}
+    check = outbox("migrate", "--check", **env)
+    assert check.code == 1
+    assert check.out == (
+        'schema "My schema" is at version 0; pending: 0001_outbox, 0002_relay; '
+        "run: outbox migrate\n"
+    )
+    assert outbox("migrate", "--check", "--json", **env).json == {
+        "schema": "My schema",
+        "version": 0,
+        "pending": ["0001_outbox", "0002_relay"],
+    }
+    assert outbox("migrate", **env).out == (
+        'schema "My schema" is at version 2; applied 0001_outbox, 0002_relay\n'
+    )
+    again = outbox("migrate", **env)
+    assert (again.code, again.out) == (0, 'schema "My schema" is up to date, at version 2\n')
+    assert outbox("migrate", "--json", **env).json == {
+        "schema": "My schema",
+        "version": 2,
+        "applied": [],
+    }
+    check = outbox("migrate", "--check", **env)
+    assert (check.code, check.out) == (0, 'schema "My schema" is up to date, at version 2\n')
+
+
+def test_migrate_prints_sql_without_a_database(outbox: Command, empty_database: Database) -> None:
+    script = outbox("migrate", "--sql", "--schema", "by_hand", "--payload-bytes-max", "5000")
+    assert script.code == 0
+    assert script.out.rstrip().endswith("COMMIT;")
+
+    async def apply() -> None:
+        async with empty_database.connection() as connection:
+            await connection.execute(script.out)
+
+    asyncio.run(apply())
+    result = outbox("migrate", "--check", "--schema", "by_hand", OUTBOX_DSN=empty_database.dsn)
+    assert result.code == 0
+
+
+def test_migrate_refuses_a_newer_database(here: Command, database: Database) -> None:
+    execute(database, "INSERT INTO migration VALUES (99, 'future', 'x')")
+    for command in (["migrate"], ["migrate", "--check"], ["status"], ["endpoint", "list"]):
+        result = here(*command)
+        assert result.code == 3
+        assert "is at version 99, this program knows 2; upgrade outbox-relay" in result.error
+
+
+def test_migrate_grants_and_limits(here: Command, database: Database) -> None:
+    result = here("migrate", "--producer", "no_such_role")
+    assert (result.code, result.error) == (
+        2,
+        'role "no_such_role" does not exist; CREATE ROLE it first',
+    )
+    assert here("migrate", "--payload-bytes-max", "10").code == 2
+    execute(database, "DROP ROLE IF EXISTS app; CREATE ROLE app LOGIN")
+    assert here("migrate", "--producer", "app", "--payload-bytes-max", "5000").code == 0
+    as_app = {"OUTBOX_DSN": database.server.embedded.dsn(database.name, user="app")}
+    assert here("publish", "a.b", **as_app).code == 0
+    too_large = here("publish", "a.b", "--payload", '"' + "x" * 5000 + '"', **as_app)
+    assert too_large.code == 2
+    assert too_large.error == "payload: 5002 bytes as JSON, the limit is 5000"
+    denied = here("status", **as_app)
+    assert denied.code == 3
+    assert "permission denied for table migration" in denied.error
+
+
+# ------------------------------------------------------------------ publish
+
+
+def test_publish(here: Command, database: Database) -> None:
+    result = here("publish", "order.paid", "--key", "order-7", "--payload", '{"order": 7}')
+    assert re.fullmatch(r"published [0-9a-f-]{36}\n", result.out)
+    answer = here(
+        "publish", "order.paid", "--json", "--tenant", "t", "--header", "X-A=b=c",
+        "--expires-in", "10m",
+    ).json  # fmt: skip
+    assert answer["published"] is True
+    row = execute(
+        database,
+        "SELECT row_to_json(o)::jsonb - 'created_at' - 'expires_at' FROM outbox o WHERE id = 2",
+    )
+    assert f'"event_id": "{UUID(answer["id"])}"' in row
+    for part in ('"headers": {"X-A": "b=c"}', '"payload": {}', '"tenant": "t"'):
+        assert part in row
+    piped = here("publish", "a", "--payload", "-", stdin=b'\n{"piped": [1]}\n')
+    assert piped.code == 0
+    assert execute(database, "SELECT payload::text FROM outbox WHERE id = 3") == '{"piped": [1]}'
+
+
+def test_a_taken_once_key_is_no_failure(here: Command, database: Database) -> None:
+    assert here("publish", "a", "--once", "plan:7").code == 0
+    again = here("publish", "a", "--once", "plan:7")
+    assert (again.code, again.err) == (0, "")
+    assert again.out == 'not published: the once key "plan:7" was already taken\n'
+    assert here("publish", "a", "--once", "plan:7", "--json").json == {
+        "id": None,
+        "published": False,
+    }
+    assert execute(database, "SELECT count(*) FROM outbox") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "stdin", "says"),
+    [
+        (["a", "--payload", "{"], b"", "payload: not JSON: unexpected end of data"),
+        (["a", "--payload", "-"], b"", "payload: not JSON"),
+        (["a", "--payload", "-"], b"\xff", "payload: not JSON"),
+        (["a", "--payload", "NaN"], b"", "payload: not JSON"),
+        (["a", "--payload", '"\\u0000"'], b"", "payload: PostgreSQL cannot hold a NUL"),
+        (
+            ["a", "--payload", "-"],
+            b'"' + b"x" * 262_144 + b'"',
+            "payload: 262146 bytes as JSON, the limit is 262144",
+        ),
+        (["a b"], b"", "type: 'a b' is not dot-separated segments"),
+        (["outbox.x"], b"", 'type: "outbox." is reserved'),
+        (["a", "--key", "é" * 257], b"", "key: 514 bytes, must be 1 to 512"),
+        (["a", "--once", ""], b"", "once: 0 bytes, must be 1 to 512"),
+        (["a", "--key", "\udcff"], b"", "key: not Unicode text"),
+        (["a", "--header", "X-A"], b"", '--header: "X-A" is not NAME=VALUE'),
+        (["a", "--header", "X-Lane=1"], b"", "headers: 'X-Lane' is set by the relay"),
+        (["a", "--header", "X-A=1", "--header", "X-A=2"], b"", '"X-A" stands there twice'),
+    ],
+)
+def test_a_bad_event(here: Command, args: list[str], stdin: bytes, says: str) -> None:
+    result = here("publish", *args, stdin=stdin)
+    assert result.code == 2
+    assert says in result.error
+
+
+# ----------------------------------------------------------------- endpoint
+
+
+def test_endpoint_add_shows_the_secret_once(here: Command) -> None:
+    answer = here("endpoint", "add", "billing", URL, "--type", "order.*", "--lanes", 2, "--json")
+    assert answer.err == ""
+    made = answer.json
+    assert list(made) == ["id", "name", "url", "secret", "lanes"]
+    assert (made["name"], made["url"], made["lanes"]) == ("billing", URL, 2)
+    assert made["secret"].startswith("whsec_")
+    UUID(made["id"])
+    told = here("endpoint", "add", "audit", URL, "--all-tenants")
+    assert re.search(r"^secret  whsec_\S+$", told.out, re.MULTILINE)
+    assert "not shown again" in told.err
+    for command in (["list"], ["list", "--json"], ["show", "billing"], ["show", "audit", "--json"]):
+        assert "whsec_" not in here("endpoint", *command).out
+
+
+def test_endpoint_list_and_show(here: Command) -> None:
+    assert (
+        here("endpoint", "list").out == "no endpoints; add one with: outbox endpoint add NAME URL\n"
+    )
+    assert here("endpoint", "list", "--json").json == []
+    for name in ("b", "a", "c"):
+        here("endpoint", "add", name, URL)
+    table = here("endpoint", "list").out.splitlines()
+    assert table[0].split() == [
+        "NAME", "URL", "TYPES", "TENANT", "LANES", "STATE", "OWED", "DEAD_LETTERS",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in table[1:]] == ["a", "b", "c"]
+    first = here("endpoint", "list", "--json", "--limit", 2).json
+    assert [e["name"] for e in first] == ["a", "b"]
+    rest = here("endpoint", "list", "--json", "--limit", 2, "--after", "b").json
+    assert [e["name"] for e in rest] == ["c"]
+    assert rest[0]["types"] == ["**"]
+    shown = here("endpoint", "show", "a", "--json").json
+    assert shown["endpoint"]["name"] == "a"
+    assert [lane["last_seq"] for lane in shown["lanes"]] == [0]
+    assert "LANE" in here("endpoint", "show", "a").out
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("example.com/hooks", "url: must start with https://"),
+        ("ftp://example.com/", "url: must start with https://"),
+        ("https://", "url: "),
+        ("https://user:hunter2@example.com/", "url: must not hold a user or password"),
+        ("http://example.com/", "url: plain http can be read on the way"),
+        ("https://127.0.0.1/", "url: 127.0.0.1 is loopback"),
+        ("https://localhost/", "url: localhost is loopback"),
+        ("https://10.0.0.5/", "OUTBOX_ALLOW_NETWORKS"),
+        ("https://example.com:22/", "url: port 22"),
+        ("https://exa mple.com/", "url: "),
+    ],
+)
+def test_a_bad_url(here: Command, url: str, says: str) -> None:
+    result = here("endpoint", "add", "a", url)
+    assert result.code == 2
+    assert says in result.error
+    assert "hunter2" not in result.error
+
+
+def test_open_networks_take_any_url(here: Command) -> None:
+    opened = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8, ::1"}
+    assert here("endpoint", "add", "a", "http://127.0.0.1:9/", **opened).code == 0
+    wrong = here("endpoint", "add", "b", URL, OUTBOX_ALLOW_NETWORKS="127.0.0.1/8")
+    assert (wrong.code, wrong.error) == (
+        2,
+        'OUTBOX_ALLOW_NETWORKS: "127.0.0.1/8" is not a range; did you mean 127.0.0.0/8?',
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["a", URL], 'endpoint "a" exists already; choose another name, or remove it first'),
+        (["b", URL, "--type", "order."], "type pattern: 'order.' is not one"),
+        (["b", URL, "--lanes", "0"], "lanes: must be between 1 and 1024, not 0"),
+        (["b", URL, "--lanes", "x"], "'x' is not a valid integer"),
+        (["b", URL, "--tenant", "t", "--all-tenants"], "for one tenant or for all, not both"),
+        ([" ", URL], "the endpoint's name must be printable text"),
+    ],
+)
+def test_a_bad_endpoint(here: Command, args: list[str], says: str) -> None:
+    assert here("endpoint", "add", "a", URL).code == 0
+    result = here("endpoint", "add", *args)
+    assert result.code == 2
+    assert says in result.error
+
+
+def test_endpoint_remove(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    here("endpoint", "add", "b", URL)
+    assert here("endpoint", "remove", "a").out == 'removed endpoint "a"\n'
+    gone = here("endpoint", "remove", "a")
+    assert (gone.code, gone.error) == (2, 'there is no endpoint "a"; see: outbox endpoint list')
+    execute(database, "UPDATE lane_counter SET last_seq = 3")
+    owed = here("endpoint", "remove", "b")
+    assert owed.code == 2
+    assert owed.error == (
+        'endpoint "b" is owed 3 deliveries; wait for them, or say --give-up to turn them into '
+        "dead letters"
+    )
+    assert here("endpoint", "remove", "b", "--give-up").out == (
+        'removing endpoint "b": its relay turns 3 deliveries into dead letters\n'
+    )
+    assert here("endpoint", "remove", "b", "--json").json["state"] == "removing"
+
+
+# --------------------------------------------------------------------- dead
+
+
+def test_dead_list(here: Command, database: Database) -> None:
+    assert here("dead", "list").out == "no dead letters\n"
+    assert here("dead", "list", "--json").json == []
+    here("endpoint", "add", "a", URL)
+    bury(database, "a")
+    one, whole = here("dead", "list", "--endpoint", "a", "--json").json
+    assert list(one)[:11] == [
+        "id", "endpoint", "lane", "sequence", "to_sequence",
+        "event", "type", "reason", "status", "attempts", "at",
+    ]  # fmt: skip
+    assert (one["sequence"], one["to_sequence"], one["status"]) == (7, 7, 410)
+    assert (one["endpoint"], one["type"], one["reason"], one["attempts"]) == (
+        "a",
+        "a.b",
+        "refused",
+        3,
+    )
+    assert re.fullmatch(r"[0-9a-f]{12}-1-0", one["lane"])
+    assert one["at"].endswith("Z")
+    UUID(one["event"])
+    assert (whole["sequence"], whole["to_sequence"], whole["event"]) == (10, 19, None)
+    assert [r["id"] for r in here("dead", "list", "--json", "--limit", 1).json] == [one["id"]]
+    after = here("dead", "list", "--json", "--after", one["id"]).json
+    assert [r["id"] for r in after] == [whole["id"]]
+    table = here("dead", "list").out
+    assert " 10-19 " in table
+    unknown = here("dead", "list", "--endpoint", "x")
+    assert (unknown.code, unknown.error) == (
+        2,
+        'there is no endpoint "x"; see: outbox endpoint list',
+    )
+
+
+def test_dead_show(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    bury(database, "a")
+    shown = here("dead", "show", 1, "--json").json
+    assert shown["payload"] == {"n": 7}
+    assert shown["headers"] == {"X-A": "b"}
+    assert shown["last_answer"] == {"status": 410, "body": "gone"}
+    assert shown["replays"] == []
+    text = here("dead", "show", 1).out
+    assert 'payload      {"n":7}' in text
+    # What an application wrote does not steer the operator's terminal.
+    assert "\x1b" not in text
+    assert "key          k\N{REPLACEMENT CHARACTER}[31m" in text
+    missing = here("dead", "show", 99)
+    assert (missing.code, missing.error) == (2, "there is no dead letter 99; see: outbox dead list")
+
+
+def test_dead_replay_and_discard(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    bury(database, "a")
+    assert here("dead", "replay", "--all", "--json").json == {
+        "replaying": 1,
+        "skipped": {"range": 1},
+    }
+    assert here("dead", "replay", "--endpoint", "a").out == (
+        "replaying 0 dead letters\nleft alone: 1 ranges\n"
+    )
+    assert "not yet, asked for at" in here("dead", "show", 1).out
+    assert [r["state"] for r in here("dead", "list", "--state", "all", "--json").json] == [
+        "replaying",
+        "dead",
+    ]
+    twice = here("dead", "replay", 1)
+    assert (twice.code, twice.error) == (2, "dead letter 1 is being sent again already")
+    whole = here("dead", "replay", 2)
+    assert whole.code == 2
+    assert "stands for the numbers 10 to 19" in whole.error
+    assert here("dead", "discard", 2, "--reason", "old").out == "discarded 1 dead letter\n"
+    assert execute(database, "SELECT data ->> 'reason' FROM journal ORDER BY id DESC") == "old"
+    assert re.search("@", execute(database, "SELECT actor FROM journal ORDER BY id DESC"))
+
+
+# ------------------------------------------------------------------- status
+
+
+def test_status(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    here("publish", "a.b")
+    seen = here("status", "--json").json
+    assert list(seen) == [
+        "schema", "cursor", "gaps", "replicas", "endpoints_total", "endpoints", "dead_letters",
+    ]  # fmt: skip
+    assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
+    assert [e["name"] for e in seen["endpoints"]] == ["a"]
+    text = here("status").out
+    assert "none alive; start one: outbox relay" in text
+    assert "up to id 0 of 1, the oldest waits for" in text
+    execute(
+        database,
+        """
+        UPDATE lane_counter SET last_seq = 2;
+        UPDATE lane_progress SET head_seq = 1, attempts = 3, next_attempt_at = now(),
+               last_answer = '{"failure": "timeout"}';
+        INSERT INTO replica (name, version, pids, lease_s, expires_at)
+        VALUES ('r1', '1', '{}', 5, now() + interval '1 hour') RETURNING id
+        """,
+    )
+    text = here("status").out
+    assert "1 alive" in text
+    assert re.search(r"number 1: timeout, 3 attempts, next at \d\d:\d\d:\d\d", text)
+    here("endpoint", "add", "b", URL)
+    assert "and 1 endpoint more; see: outbox endpoint list" in here("status", "--limit", 1).out
+
+
+# ----------------------------------------------------------------- terminal
+
+
+def test_a_terminal_gets_a_table_and_no_colour_is_honoured(
+    here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here("endpoint", "add", "a", URL)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    coloured = here("endpoint", "list")
+    assert "\x1b[" in coloured.out
+    assert "dead letters" in coloured.out
+    plain = here("endpoint", "list", NO_COLOR="1")
+    assert not re.search(r"\x1b\[3[0-9]", plain.out)
+    assert "\x1b" not in here("endpoint", "show", "a", NO_COLOR="1").out.partition("\n\n")[0]

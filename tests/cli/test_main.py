@@ -1,0 +1,170 @@
+"""Help teaches, and every failure is one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import asyncpg
+import click
+import pytest
+
+from outbox.cli.main import COMMANDS, cli
+from outbox.errors import CannotRun
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+
+ROOT = Path(__file__).parents[2]
+GROUPS = {"endpoint": ["add", "list", "remove", "show"], "dead": ["discard", "list", "replay"]}
+
+
+def run(*args: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("OUTBOX_", "PG"))}
+    given = {"capture_output": True, "env": {**env, "PYTHONPATH": str(ROOT)}, **options}
+    return subprocess.run([sys.executable, "-m", "outbox", *args], text=True, **given)  # type: ignore[call-overload,no-any-return]
+
+
+def test_help_fits_on_a_screen_and_names_every_command(outbox: Command) -> None:
+    result = outbox("--help")
+    assert result.code == 0
+    lines = result.out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    for entry in COMMANDS:
+        assert f"  {entry.name} " in result.out
+    assert "outbox demo" in result.out
+
+
+def test_help_imports_no_command() -> None:
+    code = (
+        "import sys; from outbox.cli.main import run; run(['--help']); run(['pubish']);"
+        "heavy = ['asyncpg', 'pydantic', 'rich', 'aiohttp', 'structlog', 'orjson'];"
+        "print([m for m in heavy if m in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_every_command_has_help_with_an_example(outbox: Command) -> None:
+    def leaves(command: click.Command, path: list[str]) -> list[list[str]]:
+        if not isinstance(command, click.Group):
+            return [path]
+        ctx = click.Context(command)
+        found = []
+        for name in command.list_commands(ctx):
+            if path == [] and not (ROOT / "outbox" / "cli" / f"{name}.py").exists():
+                continue
+            sub = command.get_command(ctx, name)
+            assert sub is not None
+            found += leaves(sub, [*path, name])
+        return found
+
+    for path in leaves(cli, []):
+        result = outbox(*path, "--help")
+        assert result.code == 0
+        assert result.out.startswith(f"Usage: outbox {' '.join(path)} ")
+        assert "Example" in result.out, path
+        assert f"outbox {' '.join(path)}" in result.out.partition("Example")[2], path
+
+
+def test_the_version(outbox: Command) -> None:
+    version = (ROOT / "pyproject.toml").read_text().partition('\nversion = "')[2].partition('"')[0]
+    assert outbox("--version").out == f"outbox {version}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["pubish"], 'there is no command "pubish"; did you mean "publish"?'),
+        (["xyz"], 'there is no command "xyz"; there are: demo, migrate, endpoint'),
+        (["endpoint", "ad"], 'there is no command "ad"; did you mean "add"?'),
+        (["dead", "replays"], 'there is no command "replays"; did you mean "replay"?'),
+        (["publish"], "missing argument 'TYPE'; see: outbox publish --help"),
+        (["publish", "a", "b"], "got unexpected extra argument (b); see: outbox publish --help"),
+        (["publish", "a", "--pay-load", "1"], '"--pay-load"; did you mean "--payload"?'),
+        (["--nix"], 'there is no option "--nix"'),
+        (["endpoint", "add", "a"], "missing argument 'URL'"),
+        (["endpoint", "list", "--limit", "0"], "--limit': 0 is not in the range 1<=x<=10000"),
+        (["dead", "show", "x"], "'x' is not a valid integer range"),
+        (["dead", "show", str(2**63)], "is not in the range"),
+        (["dead", "replay"], "say which dead letters: ID…, --endpoint NAME, or --all"),
+        (["dead", "discard"], "say which dead letters"),
+        (["publish", "a", "--expires-in", "5y"], '"5y" is not a time such as 30s, 10m, 2h or 1d'),
+        (["publish", "a", "--expires-in", "0"], '"0" is not a time'),
+        (["migrate", "--check", "--sql"], "say one of --check and --sql, not both"),
+        (["migrate", "--sql", "--json"], "it does not go with --json"),
+        (["migrate", "--from", "1"], "--from goes with --sql only"),
+        (["status", "--schema", "pg_x"], '--schema: the schema cannot be "pg_x"'),
+        (["status", "--config", "/nowhere.toml"], "/nowhere.toml: there is no such settings file"),
+    ],
+)
+def test_wrong_usage(outbox: Command, args: list[str], says: str) -> None:
+    result = outbox(*args)
+    assert result.code == 2
+    assert says in result.error
+
+
+def test_nothing_at_all_is_wrong_usage(outbox: Command) -> None:
+    for args in ([], ["endpoint"], ["dead"]):
+        result = outbox(*args)
+        assert (result.code, result.out) == (2, "")
+        assert "--help" in result.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (CannotRun("two\nlines"), 3, "two lines"),
+        (ValueError("odd"), 3, "unexpected ValueError: odd; OUTBOX_DEBUG=1 shows where"),
+        (asyncpg.DivisionByZeroError("by 0\nDETAIL"), 3, "the database refused: by 0 (SQLSTATE"),
+        (KeyboardInterrupt(), 130, None),
+    ],
+)
+def test_failures(
+    outbox: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
+    code: int,
+    says: str | None,
+) -> None:
+    @click.command()
+    def broken() -> None:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "outbox.cli.demo", types.SimpleNamespace(command=broken))
+    result = outbox("demo")
+    assert result.code == code
+    if says is None:
+        assert (result.out, result.err) == ("", "")
+        return
+    assert says in result.error
+    debugged = outbox("demo", OUTBOX_DEBUG="1")
+    assert debugged.code == code
+    assert "Traceback" in debugged.err
+
+
+def test_a_process_ends_with_the_code() -> None:
+    done = run("pubish")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == 'outbox: there is no command "pubish"; did you mean "publish"?\n'
+    done = run("status", "--dsn", "postgresql://u:hunter2@127.0.0.1:1/d")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == (
+        "outbox: no server listens at 127.0.0.1:1; start it, or correct the address (from --dsn)\n"
+    )
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = run("migrate", "--sql", capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -1,0 +1,147 @@
+"""End to end, with real processes: kill -9 of the relay under load.
+
+`--kills 20` makes it the long run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import pytest
+
+import outbox
+from outbox.core.signature import parse_secret
+from outbox.receiver.server import Handled, Outcome, Receiver
+from tests.support.process import outbox as command
+from tests.support.process import relay_process
+from tests.support.relay import all_ended, exceptions
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+KEYS = 20
+PER_KILL = 150
+"""Events committed between two kills, while the relay is at work."""
+
+
+class Ledger:
+    """Everything that the receiver took in, copies included."""
+
+    def __init__(self) -> None:
+        self.got: list[Handled] = []
+
+    def note(self, handled: Handled) -> None:
+        if handled.outcome in (Outcome.ACCEPTED, Outcome.DUPLICATE):
+            self.got.append(handled)
+
+    def first_arrivals(self) -> list[Handled]:
+        return [h for h in self.got if h.outcome is Outcome.ACCEPTED]
+
+
+async def test_nothing_is_lost_or_turned_around_when_the_relay_is_killed(
+    database: Database, rng: random.Random, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    kills: int = pytestconfig.getoption("--kills")
+    ledger = Ledger()
+    receiver = Receiver(fail_rate=0.05, rng=rng, on_request=ledger.note, from_start=True)
+    env = {"OUTBOX_DSN": database.dsn, "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+    committed: dict[str, list[int]] = defaultdict(list)
+    rolled_back: set[str] = set()
+    async with receiver.serve() as url:
+        added = await command("endpoint", "add", "shop", url, "--lanes", "4", "--json", env=env)
+        assert added.code == 0, added.stderr
+        receiver.secrets = (parse_secret(added.json["secret"]),)
+        # The standard schedule waits for seconds; here it may be quick.
+        async with database.connection() as control:
+            await control.execute(
+                """UPDATE relay.endpoint SET retry = retry || '{"base_s": 0.02}'"""
+            )
+        async with (
+            relay_process(env, tmp_path / "relay.log") as relay,
+            database.connection() as producer,
+        ):
+            for _ in range(kills):
+                seen = len(ledger.got)
+                await _publish(producer, rng, committed, rolled_back)
+                await until(lambda seen=seen: len(ledger.got) > seen + PER_KILL // 3, 30)
+                await relay.end(signal.SIGKILL)
+                await _publish(producer, rng, committed, rolled_back)
+                await relay.start()
+            await all_ended(database, timeout_s=60)
+            assert await relay.end() == 0
+
+    keys: dict[str, list[int]] = defaultdict(list)
+    for handled in ledger.first_arrivals():
+        keys[handled.message.key].append(handled.message.data["n"])
+        assert handled.message.event_id not in rolled_back
+    assert keys == committed, "lost, doubled or turned around"
+
+    told: dict[tuple[str, int], set[tuple[str, str]]] = defaultdict(set)
+    for handled in ledger.got:
+        message = handled.message
+        told[message.lane, message.sequence].add((message.delivery_id, message.event_id))
+    assert all(len(each) == 1 for each in told.values()), "a copy with another X-Delivery"
+    totals = receiver.totals()
+    assert totals.good, totals
+    assert await exceptions(database) == {}
+    checked = await command("verify", "--json", env=env)
+    assert checked.code == 0, checked.stdout
+    print(f"{kills} kills, {len(ledger.first_arrivals())} events, {totals.duplicates} duplicates")
+
+
+async def _publish(
+    producer: object,
+    rng: random.Random,
+    committed: dict[str, list[int]],
+    rolled_back: set[str],
+) -> None:
+    """One producer, so that its order is the order of its commits."""
+    for _ in range(PER_KILL):
+        key = f"k{rng.randrange(KEYS)}"
+        n = len(committed[key])
+        transaction = producer.transaction()
+        await transaction.start()
+        event_id = await outbox.publish(producer, "order.paid", {"n": n}, key=key)
+        if rng.random() < 0.1:
+            await transaction.rollback()
+            rolled_back.add(str(event_id))
+            continue
+        await transaction.commit()
+        committed[key].append(n)
+
+
+async def test_sigterm_drains_and_a_second_one_stops_at_once(
+    database: Database, tmp_path: Path
+) -> None:
+    env = {"OUTBOX_DSN": database.dsn, "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+    arrived = asyncio.Event()
+    receiver = Receiver(latency_s=30, on_request=None)
+    original = receiver._handle
+
+    async def arriving(request: object) -> object:
+        arrived.set()
+        return await original(request)
+
+    receiver._handle = arriving
+    async with receiver.serve() as url:
+        await command("endpoint", "add", "slow", url, env=env)
+        async with relay_process(env, tmp_path / "relay.log") as relay:
+            await command("publish", "order.paid", "--payload", "{}", env=env)
+            await asyncio.wait_for(arrived.wait(), 20)
+            assert relay.process is not None
+            relay.process.send_signal(signal.SIGTERM)
+            await until(lambda: any(line["message"] == "draining" for line in relay.log()))
+            assert relay.process.returncode is None, "it did not wait for the answer"
+            assert await relay.end() in (0, 130)
+    messages = [line["message"] for line in relay.log()]
+    assert "replica registered" in messages
+    assert all("level" in line and "timestamp" in line for line in relay.log())

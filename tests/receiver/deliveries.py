@@ -1,0 +1,62 @@
+"""Deliveries as a relay would send them."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+from multidict import CIMultiDict
+
+from outbox.core.request import Delivery, build
+from outbox.transport.port import Request
+
+ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
+SECRET = bytes(range(32))
+OTHER = bytes(range(1, 33))
+
+
+def delivery(seq: int, **changes: Any) -> Delivery:
+    """Number `seq` of a lane; its event has the same number."""
+    given: dict[str, Any] = {
+        "endpoint_id": ENDPOINT,
+        "lane": "a-1-0",
+        "seq": seq,
+        "batch": 1,
+        "outbox_id": seq,
+        "event_id": UUID(int=seq),
+        "type": "order.paid",
+        "tenant": "acme",
+        "key": "order-7",
+        "published_at": datetime(2026, 1, 31, tzinfo=UTC),
+        "expires_at": None,
+        "payload": b'{"n": %d}' % seq,
+        "headers": None,
+    }
+    return Delivery(**(given | changes))
+
+
+def signed(
+    which: Delivery,
+    *,
+    previous: int | None = None,
+    attempt: int = 1,
+    secret: bytes = SECRET,
+    timestamp: int | None = None,
+) -> tuple[CIMultiDict[str], bytes]:
+    """Headers and body of an attempt; `previous` is the number before by default."""
+    headers, body = build(
+        which,
+        previous_seq=which.seq - 1 if previous is None else previous,
+        attempt=attempt,
+        timestamp=int(time.time()) if timestamp is None else timestamp,
+        secrets=[secret],
+    )
+    return CIMultiDict(headers), body
+
+
+def request(url: str, which: Delivery, **attempt: Any) -> Request:
+    """An attempt, ready for a transport."""
+    headers, body = signed(which, **attempt)
+    return Request(url, tuple(headers.items()), body, total_timeout_s=10)

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+
+from outbox.receiver.message import BadMessage, parse
+from tests.receiver.deliveries import delivery, signed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HEADERS, BODY = signed(delivery(3, replay_of=("old-1-0", 2)), previous=1)
+
+
+def test_a_delivery_is_read() -> None:
+    message = parse(HEADERS, BODY)
+    assert message.delivery_id == HEADERS["webhook-id"]
+    assert message.event_id == HEADERS["x-event"]
+    assert (message.type, message.tenant, message.key) == ("order.paid", "acme", "order-7")
+    assert (message.lane, message.sequence, message.previous_sequence) == ("a-1-0", 3, 1)
+    assert message.replay_of == ("old-1-0", 2)
+    assert message.attempt == 1
+    assert message.data == {"n": 3}
+
+
+def test_absent_values_are_none() -> None:
+    headers, body = signed(delivery(1, tenant=None, key=None))
+    message = parse(headers, body)
+    assert (message.tenant, message.key, message.replay_of) == (None, None, None)
+
+
+def test_without_a_signature_the_numbers_are_checked_all_the_same() -> None:
+    bare = {name: value for name, value in HEADERS.items() if not name.startswith("webhook-")}
+    assert parse(CIMultiDict(bare), BODY).sequence == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"X-Sequence": "4"}, "X-Sequence"),
+        ({"X-Sequence": "03"}, "X-Sequence"),
+        ({"X-Sequence": None}, "X-Sequence"),
+        ({"X-Previous-Sequence": "2"}, "X-Previous-Sequence"),
+        ({"X-Previous-Sequence": None}, "X-Previous-Sequence"),
+        ({"X-Lane": "b-1-0"}, "X-Lane"),
+        ({"X-Event": "0d9ff25f-6f0b-4e0d-9d4b-000000000000"}, "X-Event"),
+        ({"X-Delivery": "no uuid"}, "X-Delivery"),
+        ({"X-Delivery": None}, "X-Delivery"),
+        ({"X-Delivery": "0d9ff25f-6f0b-4e0d-9d4b-000000000000"}, "webhook-id"),
+    ],
+)
+def test_headers_that_say_something_else_are_refused(
+    change: dict[str, str | None], says: str
+) -> None:
+    headers = CIMultiDict(HEADERS)
+    for name, value in change.items():
+        headers.pop(name)
+        if value is not None:
+            headers[name] = value
+    with pytest.raises(BadMessage, match=says):
+        parse(headers, BODY)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"id": None}, '"id"'),
+        ({"id": 7}, '"id"'),
+        ({"type": []}, '"type"'),
+        ({"timestamp": None}, '"timestamp"'),
+        ({"tenant": 1}, '"tenant"'),
+        ({"key": None}, '"key"'),
+        ({"lane": {}}, '"lane"'),
+        ({"sequence": "3"}, '"sequence"'),
+        ({"sequence": 3.0}, '"sequence"'),
+        ({"sequence": True}, '"sequence"'),
+        ({"sequence": 1}, "follow"),
+        ({"previous_sequence": -1}, "follow"),
+        ({"replay_of": 3}, '"replay_of"'),
+        ({"replay_of": {"lane": "x"}}, '"sequence"'),
+    ],
+)
+def test_bodies_that_are_no_delivery_are_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadMessage, match=says):
+        parse(HEADERS, orjson.dumps(orjson.loads(BODY) | change))
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"7", b"null", b"{", b'"x"', b"\xff", b"{} {}"])
+def test_what_is_not_even_an_object_is_refused(body: bytes) -> None:
+    with pytest.raises(BadMessage, match="body"):
+        parse(HEADERS, body)
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "٣", "9" * 100])
+def test_an_odd_attempt_is_no_reason_to_refuse(text: str) -> None:
+    headers = CIMultiDict(HEADERS)
+    headers["X-Attempt"] = text
+    assert parse(headers, BODY).attempt is None
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+names = st.sampled_from([*orjson.loads(BODY), "x"])
+
+
+@given(st.dictionaries(names, anything), st.dictionaries(st.sampled_from([*HEADERS]), st.text()))
+def test_whatever_comes_only_our_error_comes_out(
+    content: dict[str, Any], headers: Mapping[str, str]
+) -> None:
+    changed = CIMultiDict(HEADERS)
+    changed.update(headers)
+    with contextlib.suppress(BadMessage):
+        message = parse(changed, orjson.dumps(orjson.loads(BODY) | content))
+        assert 0 <= message.previous_sequence < message.sequence

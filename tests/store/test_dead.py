@@ -1,0 +1,203 @@
+"""Dead letters are kept with their event, sent again in order, or set aside by a person."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from outbox.errors import NotFound, UsageError
+from outbox.store import dead, endpoints
+from outbox.store.dead import Selection
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+ALL = Selection(everything=True)
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+async def bury(
+    db: Connection[Any], endpoint_id: UUID, *numbers: int, to: int | None = None
+) -> None:
+    """Dead letters without a relay."""
+    for number in numbers:
+        await db.execute(
+            """
+            INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, outbox_id, event_id,
+                   type, payload, reason, attempts, last_answer)
+            SELECT $1, min(id), 0, $2::bigint, $3::bigint, $2,
+                   CASE WHEN $2 = $3 THEN gen_random_uuid() END,
+                   CASE WHEN $2 = $3 THEN 'a.b' END, CASE WHEN $2 = $3 THEN '{}'::jsonb END,
+                   'refused', 1, '{"status": 410}'
+              FROM lane WHERE endpoint_id = $1
+            """,
+            endpoint_id,
+            number,
+            to or number,
+        )
+
+
+async def ids(db: Connection[Any], **options: Any) -> list[int]:
+    return [row.id for row in await dead.page(db, "relay", **options)]
+
+
+async def test_a_refused_delivery_is_shown_and_sent_again(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    network = Network(lambda sent: REFUSED if sent.body["data"] == {"n": 2} else OK)
+    async with running(database, network):
+        await publish(
+            database, {"n": 1}, {"n": 2}, {"n": 3}, key="k", tenant=None, headers='{"X-A": "b"}'
+        )
+        await all_ended(database)
+        (row,) = await dead.page(db, "relay")
+        assert (row.endpoint, row.sequence, row.to_sequence) == ("shop", 2, 2)
+        assert row.lane == f"{made.id.hex[:12]}-1-0"
+        assert (row.type, row.reason, row.status, row.attempts) == ("a.b", "refused", 400, 1)
+        assert row.state == "dead"
+        letter = await dead.get(db, "relay", row.id)
+        assert (letter.key, letter.tenant, letter.payload) == ("k", None, {"n": 2})
+        assert letter.headers == {"X-A": "b"}
+        assert letter.last_answer is not None
+        assert letter.last_answer["body"] == "no"
+        assert letter.replays == ()
+
+        network.script = lambda _: OK
+        outcome = await dead.replay(db, "relay", Selection(ids=(row.id,)), actor="ann@desk")
+        assert (outcome.done, outcome.skipped) == (1, {})
+        await until(lambda: network.data() == [{"n": 1}, {"n": 3}, {"n": 2}])
+        await all_ended(database)
+    again, first = network.sent[-1], network.sent[1]
+    assert again.delivery == first.delivery
+    assert (again.seq, again.body["replay_of"]) == (4, {"lane": row.lane, "sequence": 2})
+    (shown,) = (await dead.get(db, "relay", row.id)).replays
+    assert (shown.lane, shown.sequence) == (row.lane, 4)
+    assert await ids(db) == []
+    assert await ids(db, states=("replaying",)) == [row.id]
+    kinds = [r["kind"] for r in await db.fetch("SELECT kind FROM journal WHERE actor = 'ann@desk'")]
+    assert kinds == ["dead_replayed"]
+    assert await exceptions(database) == {}
+
+
+async def test_a_selection_is_one_thing() -> None:
+    with pytest.raises(UsageError, match="say which dead letters: ID…, --endpoint NAME, or --all"):
+        Selection()
+    for several in (
+        {"ids": (1,), "everything": True},
+        {"ids": (1,), "endpoint": "a"},
+        {"endpoint": "a", "everything": True},
+    ):
+        with pytest.raises(UsageError, match="not several"):
+            Selection(**several)  # type: ignore[arg-type]
+
+
+async def test_pages_and_filters(database: Database, db: Connection[Any]) -> None:
+    one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
+    await bury(db, one.id, 1, 2, 3)
+    await bury(db, two.id, 1)
+    everything = await ids(db)
+    assert len(everything) == 4
+    assert await ids(db, limit=2) == everything[:2]
+    assert await ids(db, limit=2, after=everything[1]) == everything[2:]
+    assert await ids(db, endpoint="two") == everything[3:]
+    with pytest.raises(NotFound, match='there is no endpoint "tow"; did you mean "two"'):
+        await ids(db, endpoint="tow")
+    await dead.discard(db, "relay", Selection(ids=(everything[0],)), actor="test")
+    assert await ids(db) == everything[1:]
+    assert await ids(db, states=dead.STATES) == everything
+
+
+async def test_a_sweep_passes_over_what_cannot_be_sent_again(
+    database: Database, db: Connection[Any]
+) -> None:
+    one, gone = await add_endpoint(database, "one"), await add_endpoint(database, "gone")
+    await bury(db, one.id, 1, 2, 3)
+    await bury(db, one.id, 10, to=19)
+    await bury(db, gone.id, 1)
+    await db.execute("UPDATE dead_letter SET payload = NULL, event_id = NULL WHERE seq = 3")
+    await endpoints.remove(db, "relay", name="gone", actor="test")
+    outcome = await dead.replay(db, "relay", ALL, actor="test")
+    assert (outcome.done, outcome.skipped) == (2, {"erased": 1, "range": 1, "removed": 1})
+    assert await db.fetchval("SELECT count(*) FROM replay WHERE batch IS NULL") == 2
+    # What is replaying already is not looked at again.
+    assert (await dead.replay(db, "relay", ALL, actor="test")).done == 0
+    data = await db.fetchval("SELECT data FROM journal WHERE kind = 'dead_replayed'")
+    assert len(orjson.loads(data)["dead"]) == 2
+
+
+async def test_an_endpoint_is_a_selection(database: Database, db: Connection[Any]) -> None:
+    one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
+    await bury(db, one.id, 1, 2)
+    await bury(db, two.id, 1)
+    outcome = await dead.replay(db, "relay", Selection(endpoint="one"), actor="test")
+    assert outcome.done == 2
+    assert len(await ids(db)) == 1
+
+
+async def test_what_is_named_must_be_possible(database: Database, db: Connection[Any]) -> None:
+    one, gone = await add_endpoint(database, "one"), await add_endpoint(database, "gone")
+    await bury(db, one.id, 1, 2, 3)
+    await bury(db, one.id, 10, to=19)
+    await bury(db, gone.id, 1)
+    await endpoints.remove(db, "relay", name="gone", actor="test")
+    first, second, third, whole, removed = await ids(db)
+    await db.execute("UPDATE dead_letter SET payload = NULL WHERE id = $1", third)
+    await dead.discard(db, "relay", Selection(ids=(second,)), actor="test")
+    for dead_id, says in (
+        (second, "was discarded"),
+        (third, "has no event any more"),
+        (whole, "stands for the numbers 10 to 19 of its lane; a range cannot be sent again"),
+        (removed, 'belongs to the endpoint "gone", which was removed'),
+    ):
+        # All or none: the good one beside it is left alone, too.
+        with pytest.raises(UsageError, match=f"dead letter {dead_id} {says}"):
+            await dead.replay(db, "relay", Selection(ids=(first, dead_id)), actor="test")
+    with pytest.raises(NotFound, match="there is no dead letter 99; see: outbox dead list"):
+        await dead.replay(db, "relay", Selection(ids=(first, 99)), actor="test")
+    assert await db.fetchval("SELECT count(*) FROM replay") == 0
+    await dead.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
+        await dead.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
+        await dead.discard(db, "relay", Selection(ids=(first,)), actor="test")
+
+
+async def test_discarding_is_journalled(database: Database, db: Connection[Any]) -> None:
+    one = await add_endpoint(database, "one")
+    await bury(db, one.id, 1)
+    await bury(db, one.id, 10, to=19)
+    both = await ids(db)
+    outcome = await dead.discard(db, "relay", ALL, actor="ann@desk", reason="the customer left")
+    assert (outcome.done, outcome.skipped) == (2, {})
+    row = await db.fetchrow("SELECT actor, endpoint_id, data FROM journal ORDER BY id DESC LIMIT 1")
+    assert (row["actor"], row["endpoint_id"]) == ("ann@desk", one.id)
+    assert orjson.loads(row["data"]) == {"reason": "the customer left", "dead": both}
+
+
+async def test_there_is_no_such_dead_letter(db: Connection[Any]) -> None:
+    with pytest.raises(NotFound, match="there is no dead letter 7"):
+        await dead.get(db, "relay", 7)

@@ -1,0 +1,286 @@
+"""Migrating: once, together, by hand, and never the wrong schema."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+from outbox.embedded import binaries
+from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
+from outbox.store import migrate as module
+from outbox.store.connect import connect
+from outbox.store.dsn import parse
+from outbox.store.migrate import migrate, migrations, require_current, sql, status
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+
+SCHEMAS = ["relay", "Staging", "we\"ird Ünï $$ \\ 'x", "select"]
+
+# Everything that a schema consists of, as text; names of schemas are left out.
+CATALOG = """
+SELECT 'relation' AS what, c.relname AS name,
+       concat_ws('|', c.relkind, c.relpersistence, c.reloptions::text, c.relacl::text,
+                 pg_get_partkeydef(c.oid), pg_get_expr(c.relpartbound, c.oid)) AS is
+  FROM pg_class c WHERE c.relnamespace = $1::regnamespace
+UNION ALL
+SELECT 'column', c.relname || '.' || a.attname,
+       concat_ws('|', a.attnum, format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attidentity,
+                 pg_get_expr(d.adbin, d.adrelid), a.attacl::text)
+  FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
+  LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
+ WHERE c.relnamespace = $1::regnamespace
+UNION ALL
+SELECT 'constraint', r.conrelid::regclass::text || '.' || r.conname,
+       pg_get_constraintdef(r.oid) || r.convalidated
+  FROM pg_constraint r WHERE r.connamespace = $1::regnamespace
+UNION ALL
+SELECT 'index', c.relname, pg_get_indexdef(c.oid)
+  FROM pg_class c WHERE c.relnamespace = $1::regnamespace AND c.relkind IN ('i', 'I')
+UNION ALL
+SELECT 'function', p.proname || '(' || pg_get_function_arguments(p.oid) || ')',
+       concat_ws('|', p.prosrc, p.proconfig::text, p.prosecdef, p.provolatile, p.proacl::text)
+  FROM pg_proc p WHERE p.pronamespace = $1::regnamespace
+UNION ALL
+SELECT 'trigger', t.tgname, concat_ws('|', pg_get_triggerdef(t.oid), t.tgenabled)
+  FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid
+ WHERE c.relnamespace = $1::regnamespace AND NOT t.tgisinternal
+ORDER BY 1, 2, 3
+"""
+
+
+async def opened(database: Database, schema: str = "relay", **changes: Any) -> asyncpg.Connection:
+    where = replace(parse(database.dsn, source="--dsn", env={}), **changes)
+    connection = await connect(where, schema=schema)
+    database._connections.append(connection)
+    return connection
+
+
+async def catalog(connection: asyncpg.Connection, schema: str) -> list[tuple[Any, ...]]:
+    quoted = module.quote_ident(schema)
+    return [tuple(row) for row in await connection.fetch(CATALOG, quoted)]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+async def test_an_empty_database_is_migrated_once(empty_database: Database, schema: str) -> None:
+    connection = await opened(empty_database, schema)
+    before = await status(connection, schema)
+    assert (before.version, before.applied, before.pending) == (0, (), migrations())
+    assert await migrate(connection, schema) == list(migrations())
+    after = await status(connection, schema)
+    assert (after.version, after.pending) == (migrations()[-1].version, ())
+    assert await migrate(connection, schema) == []
+    await require_current(connection, schema)
+    await connection.execute("INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')")
+    assert await connection.fetchval("SELECT publish(type => 'a', payload => '1')") is not None
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+async def test_functions_find_the_schema_and_nothing_else(
+    empty_database: Database, schema: str
+) -> None:
+    connection = await opened(empty_database, schema)
+    await migrate(connection, schema)
+    rows = await connection.fetch(
+        "SELECT proname, proconfig, prosecdef FROM pg_proc WHERE pronamespace = $1::regnamespace",
+        module.quote_ident(schema),
+    )
+    for row in rows:
+        if row["proname"] == "payload_bytes_max":  # A constant; a setting would stop inlining.
+            assert not row["prosecdef"]
+            continue
+        # pg_temp last: first, as it is when unnamed, callers could slip tables in.
+        assert row["proconfig"] == [f"search_path={await path_of(connection, schema)}"]
+    # A temporary table of the caller's does not catch what a function writes.
+    await connection.execute("CREATE TEMP TABLE once (key text); SET search_path = pg_temp")
+    publish = (
+        f"SELECT {module.quote_ident(schema)}.publish(type => 'a', payload => '1', once => 'k')"
+    )
+    assert await connection.fetchval(publish) is not None
+    assert await connection.fetchval("SELECT count(*) FROM pg_temp.once") == 0
+
+
+async def path_of(connection: asyncpg.Connection, schema: str) -> str:
+    return str(await connection.fetchval("SELECT quote_ident($1) || ', pg_temp'", schema))
+
+
+async def test_five_at_once(empty_database: Database) -> None:
+    connections = [await opened(empty_database, "Any one") for _ in range(5)]
+    done = await asyncio.gather(*(migrate(c, "Any one") for c in connections))
+    assert sorted((m for each in done for m in each), key=lambda m: m.version) == list(migrations())
+    await require_current(connections[0], "Any one")
+
+
+async def test_under_repeatable_read_by_default(empty_database: Database) -> None:
+    async with empty_database.connection() as connection:
+        await connection.execute(
+            f"ALTER DATABASE {empty_database.name} "
+            "SET default_transaction_isolation = 'repeatable read'"
+        )
+    connections = [await opened(empty_database) for _ in range(3)]
+    done = await asyncio.gather(*(migrate(c, "relay") for c in connections))
+    assert sum(map(len, done)) == len(migrations())
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+async def test_the_printed_sql_makes_the_same(empty_database: Database, schema: str) -> None:
+    server = empty_database.server
+    await server.execute("DROP ROLE IF EXISTS app", "CREATE ROLE app")
+    connection = await opened(empty_database, schema)
+    await migrate(connection, schema, producers=["app"], payload_bytes_max=5000)
+    migrated = await catalog(connection, schema)
+    history = await connection.fetch("SELECT version, name, checksum FROM migration")
+    async with server.database(migrated=False) as by_hand:
+        script = sql(schema, producers=["app"], payload_bytes_max=5000)
+        await asyncio.to_thread(psql, by_hand, script)
+        other = await opened(by_hand, schema)
+        assert await catalog(other, schema) == migrated
+        assert await other.fetch("SELECT version, name, checksum FROM migration") == history
+        await require_current(other, schema)
+        assert await migrate(other, schema) == []
+        # Applied again, it stops before it changes anything.
+        with pytest.raises(AssertionError, match="is for a schema at version 0"):
+            await asyncio.to_thread(psql, by_hand, script)
+    assert len(migrated) > 150
+
+
+def psql(database: Database, script: str) -> None:
+    """Apply a script as an operator would."""
+    program = binaries.find(database.major).path("psql")
+    done = subprocess.run(
+        [program, "--quiet", "--no-psqlrc", "--set=ON_ERROR_STOP=1", "--output=/dev/null"],
+        input=script,
+        capture_output=True,
+        text=True,
+        env={"PGSERVICEFILE": "", "PGHOST": str(database.server.embedded.socket_dir)}
+        | {"PGDATABASE": database.name, "PGUSER": "postgres"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.one_major
+async def test_the_printed_sql_goes_on_from_a_version(empty_database: Database) -> None:
+    connection = await opened(empty_database)
+    first = sql("relay").partition("\n-- 0002_relay.sql")[0]
+    await connection.execute(first + "\nCOMMIT;")
+    assert (await status(connection, "relay")).version == 1
+    with pytest.raises(SchemaMissing, match="is at version 1, this program needs 2"):
+        await require_current(connection, "relay")
+    await connection.execute(sql("relay", after=1))
+    await require_current(connection, "relay")
+    with pytest.raises(UsageError, match="there is no version 99"):
+        sql("relay", after=99)
+
+
+@pytest.mark.one_major
+async def test_a_missing_schema(empty_database: Database) -> None:
+    connection = await opened(empty_database)
+    with pytest.raises(SchemaMissing) as caught:
+        await require_current(connection, "relay")
+    assert str(caught.value) == 'schema "relay" is not there; run: outbox migrate'
+
+
+@pytest.mark.one_major
+async def test_a_newer_database_is_refused(database: Database) -> None:
+    connection = await opened(database)
+    await connection.execute("INSERT INTO migration VALUES (99, 'future', 'x')")
+    for refused in (
+        status(connection, "relay"),
+        require_current(connection, "relay"),
+        migrate(connection, "relay"),
+    ):
+        with pytest.raises(SchemaTooNew, match="is at version 99, this program knows 2; upgrade"):
+            await refused
+
+
+@pytest.mark.one_major
+async def test_another_file_under_the_same_number_is_refused(database: Database) -> None:
+    connection = await opened(database)
+    await connection.execute("UPDATE migration SET checksum = 'x' WHERE version = 1")
+    with pytest.raises(CannotRun, match='schema "relay" was made from another 0001_outbox than'):
+        await migrate(connection, "relay")
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        "CREATE TABLE relay.outbox (id int)",
+        "CREATE TABLE relay.migration (id int)",
+        "CREATE FUNCTION relay.payload_bytes_max() RETURNS int LANGUAGE sql AS 'SELECT 1'",
+    ],
+)
+async def test_a_schema_of_something_else_is_left_alone(
+    empty_database: Database, theirs: str
+) -> None:
+    connection = await opened(empty_database)
+    await connection.execute(f"CREATE SCHEMA relay; {theirs}")
+    before = await catalog(connection, "relay")
+    with pytest.raises(CannotRun, match="has tables of something else in it; choose another"):
+        await migrate(connection, "relay")
+    assert await catalog(connection, "relay") == before
+
+
+@pytest.mark.one_major
+async def test_a_failing_file_leaves_nothing(
+    empty_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = await opened(empty_database)
+    first, second = migrations()
+    broken = replace(second, sql=second.sql + "\nSELECT 1/0;")
+    monkeypatch.setattr(module, "migrations", lambda: (first, broken))
+    with pytest.raises(asyncpg.DivisionByZeroError):
+        await migrate(connection, "relay")
+    assert (await status(connection, "relay")).version == 1
+    assert await connection.fetchval("SELECT to_regclass('endpoint')") is None
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("name", ["", "pg_relay", "information_schema", "x" * 51, "a\nb", "é" * 26])
+async def test_names_that_no_schema_can_have(name: str) -> None:
+    with pytest.raises(UsageError, match="the schema"):
+        sql(name)
+
+
+async def test_the_longest_name_leaves_room_for_channels(empty_database: Database) -> None:
+    name = "é" * 25
+    connection = await opened(empty_database, name)
+    await migrate(connection, name)
+    await connection.execute("SELECT pg_notify(current_schema() || ':owners', '')")
+
+
+@pytest.mark.one_major
+async def test_the_payload_limit_is_a_setting(database: Database) -> None:
+    connection = await opened(database)
+    insert = "INSERT INTO outbox (type, payload) VALUES ('a', to_jsonb(repeat('x', $1)))"
+    for limit in (2000, 2000, 300_000):
+        await migrate(connection, "relay", payload_bytes_max=limit)
+        await connection.execute(insert, limit - 2)
+        with pytest.raises(asyncpg.CheckViolationError) as caught:
+            await connection.execute(insert, limit - 1)
+        assert caught.value.constraint_name == f"payload_must_be_at_most_{limit}_bytes"
+    assert await connection.fetchval("SELECT payload_bytes_max()") == 300_000
+    for bad in (0, 1023, 67_108_865):
+        with pytest.raises(UsageError, match="payload limit must be between 1024 and 67108864"):
+            await migrate(connection, "relay", payload_bytes_max=bad)
+
+
+@pytest.mark.one_major
+async def test_the_payload_limit_does_not_wait_for_a_long_transaction(database: Database) -> None:
+    connection, other = await opened(database), await opened(database)
+    await other.execute("BEGIN; INSERT INTO outbox (type, payload) VALUES ('a', '1')")
+    with pytest.raises(CannotRun, match="a transaction holds the outbox table; run it again"):
+        await migrate(connection, "relay", payload_bytes_max=2000)
+    assert await connection.fetchval("SELECT payload_bytes_max()") == 262_144
+
+
+@pytest.mark.one_major
+async def test_a_producer_that_does_not_exist(database: Database) -> None:
+    connection = await opened(database)
+    with pytest.raises(UsageError, match='role "no one" does not exist; CREATE ROLE it first'):
+        await migrate(connection, "relay", producers=["no one"])

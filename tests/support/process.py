@@ -1,0 +1,111 @@
+"""The command as users have it: real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.embedded.launch import command
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+    from pathlib import Path
+
+TIMEOUT_S = 60
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Ours, without settings that somebody may have made."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OUTBOX_", "PG", "DATABASE_"))}
+    return kept | {"NO_COLOR": "1"} | dict(extra or {})
+
+
+def command_line(*words: str) -> list[str]:
+    """`outbox …` as this environment has it."""
+    return [sys.executable, "-m", "outbox", *words]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        """Its last line."""
+        return orjson.loads(self.stdout.strip().splitlines()[-1])
+
+
+async def outbox(*words: str, env: Mapping[str, str] | None = None, stdin: str = "") -> Ended:
+    """Run one command to its end."""
+    process = await asyncio.create_subprocess_exec(
+        *command_line(*words),
+        env=environment(env),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(TIMEOUT_S):
+        out, err = await process.communicate(stdin.encode())
+    assert process.returncode is not None
+    return Ended(process.returncode, out.decode(), err.decode())
+
+
+class RelayProcess:
+    """`outbox relay`, which a test may kill."""
+
+    def __init__(self, env: Mapping[str, str], log_path: Path) -> None:
+        self._env = environment(
+            {
+                "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
+                "OUTBOX_LEASE_S": "1",
+                "OUTBOX_LOG_FORMAT": "json",
+                **env,
+            }
+        )
+        self._log_path = log_path
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start it; it ends with this process."""
+        with self._log_path.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *command(command_line("relay"), account=None),
+                env=self._env,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, wait for the end, and return the exit code."""
+        assert self.process is not None
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+        async with asyncio.timeout(TIMEOUT_S):
+            return await self.process.wait()
+
+    def log(self) -> list[dict[str, Any]]:
+        """What it logged, each line a JSON object."""
+        return [orjson.loads(line) for line in self._log_path.read_bytes().splitlines()]
+
+
+@asynccontextmanager
+async def relay_process(env: Mapping[str, str], log_path: Path) -> AsyncIterator[RelayProcess]:
+    """A running relay, gone at the end."""
+    relay = RelayProcess(env, log_path)
+    await relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.end(signal.SIGKILL)

@@ -1,0 +1,28 @@
+"""Looking at real processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and everything below it."""
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def running(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those of them that still run; a zombie that nobody has reaped yet does not."""
+    return [each for each in processes if _runs(each)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,174 @@
+"""Settings: where each comes from, and what is said when one is wrong."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from pydantic import ValidationError
+
+from outbox.config import Settings, load, secrets, variable
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECRET = "hunter2xyz"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    settings = load(env={})
+    assert (settings.schema_name, settings.dsn_source) == ("relay", "")
+    assert (settings.lease_s, settings.ack_group_ms, settings.drain_s) == (5.0, 20.0, 15.0)
+    assert (settings.poll_s, settings.notify, settings.pooled) == (1.0, True, False)
+    assert (settings.batch_events_max, settings.batch_deliveries_max) == (2000, 20_000)
+    assert settings.allow_networks == ()
+    assert (settings.log_format, settings.log_level) == ("auto", "info")
+
+
+def test_flags_then_variables_then_file_then_defaults(tmp_path: Path) -> None:
+    (tmp_path / "outbox.toml").write_text("lease_s = 7\ndrain_s = 7\npoll_s = 7\n")
+    env = {"OUTBOX_LEASE_S": "8", "OUTBOX_DRAIN_S": "8"}
+    settings = load({"lease_s": 9, "drain_s": None}, env=env)
+    assert (settings.lease_s, settings.drain_s, settings.poll_s) == (9, 8, 7)
+    assert settings.ack_group_ms == 20
+
+
+def test_every_field_has_a_variable_and_a_description() -> None:
+    values: dict[str, str] = {
+        "dsn": "x",
+        "pooled": "yes",
+        "schema_name": "s",
+        "secret": "whsec_x",
+        "notify": "off",
+        "allow_networks": "10.0.0.0/8,::1",
+        "log_format": "JSON",
+        "log_level": "Debug",
+    }
+    names = [name for name in Settings.model_fields if name != "dsn_source"]
+    env = {variable(name): values.get(name, "2") for name in names}
+    settings = load(env=env)
+    defaults = load(env={})
+    for name in names:
+        assert getattr(settings, name) != getattr(defaults, name), name
+        assert Settings.model_fields[name].description, name
+    assert variable("schema_name") == "OUTBOX_SCHEMA"
+    assert settings.allow_networks == (
+        ipaddress.ip_network("10.0.0.0/8"),
+        ipaddress.ip_network("::1"),
+    )
+    assert (settings.log_format, settings.log_level) == ("json", "debug")
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError):
+        load(env={}).lease_s = 3
+
+
+def test_secrets_may_stand_in_files(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text(f"{SECRET}\n")
+    assert secrets() == ["dsn", "secret"]
+    for name in secrets():
+        settings = load(env={f"{variable(name)}_FILE": str(path)})
+        assert getattr(settings, name).get_secret_value() == SECRET
+        assert SECRET not in repr(settings)
+        with pytest.raises(UsageError, match=f"{variable(name)}_FILE: /nowhere: No such file"):
+            load(env={f"{variable(name)}_FILE": "/nowhere"})
+        with pytest.raises(UsageError, match="are both set; keep one"):
+            load(env={f"{variable(name)}_FILE": str(path), variable(name): "x"})
+    path.write_bytes(b"\xff")
+    with pytest.raises(UsageError, match="it is not UTF-8 text"):
+        load(env={"OUTBOX_DSN_FILE": str(path)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "source"),
+    [
+        ({"dsn": "a"}, {"OUTBOX_DSN": "b", "DATABASE_URL": "c", "PGHOST": "d"}, "--dsn"),
+        ({}, {"OUTBOX_DSN": "a", "DATABASE_URL": "c", "PGHOST": "d"}, "OUTBOX_DSN"),
+        ({}, {"DATABASE_URL": "a", "PGHOST": "d"}, "DATABASE_URL"),
+        ({}, {"OUTBOX_DSN": "", "DATABASE_URL": "a"}, "DATABASE_URL"),
+        ({}, {"PGHOST": "d"}, "PGHOST"),
+        ({}, {"PGSERVICE": "d"}, "PGSERVICE"),
+        ({}, {"PGPASSWORD": "d"}, ""),
+    ],
+)
+def test_the_database(flags: dict[str, Any], env: dict[str, str], source: str) -> None:
+    settings = load(flags, env=env)
+    assert settings.dsn_source == source
+    # libpq's variables are read when the address is parsed, not before.
+    from_libpq = source == "" or source.startswith("PG")
+    assert settings.dsn.get_secret_value() == ("" if from_libpq else "a")
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"OUTBOX_LEASE_S": "abc"}, "OUTBOX_LEASE_S: must be a valid number"),
+        ({"OUTBOX_LEASE_S": "0.5"}, "OUTBOX_LEASE_S: must be greater than or equal to 1"),
+        ({"OUTBOX_LEASE_S": "nan"}, "OUTBOX_LEASE_S: must be a finite number"),
+        ({"OUTBOX_IN_FLIGHT_MAX": "1.5"}, "OUTBOX_IN_FLIGHT_MAX: must be a valid integer"),
+        ({"OUTBOX_NOTIFY": "maybe"}, "OUTBOX_NOTIFY: must be true or false"),
+        ({"OUTBOX_LOG_FORMAT": "xml"}, "OUTBOX_LOG_FORMAT: must be 'auto', 'json' or 'console'"),
+        ({"OUTBOX_SCHEMA": "é" * 26}, "OUTBOX_SCHEMA: the schema's name is longer than 50 bytes"),
+        (
+            {"OUTBOX_ALLOW_NETWORKS": "lo"},
+            'OUTBOX_ALLOW_NETWORKS: "lo" is not a range of addresses',
+        ),
+        ({"OUTBOX_ALLOW_NETWORKS": "10.1.0.0/8"}, "did you mean 10.0.0.0/8?"),
+    ],
+)
+def test_a_bad_value_names_the_setting_in_one_line(env: dict[str, str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(env=env)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("leas_s = 4", 'there is no setting "leas_s"; did you mean "lease_s"?'),
+        ("zzz = 4", 'there is no setting "zzz"'),
+        ('lease_s = "4x"', "outbox.toml, lease_s: must be a valid number"),
+        ("allow_networks = 5", "outbox.toml, allow_networks: must be ranges with commas"),
+        ("lease_s = \n", "outbox.toml: Invalid value (at line 1"),
+        (f'dsn = ["{SECRET}"]', "outbox.toml, dsn: must be a valid string"),
+    ],
+)
+def test_a_bad_file(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "outbox.toml").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        load(env={})
+    assert message in str(caught.value)
+    assert SECRET not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_file_may_be_named(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('schema = "mine"\nallow_networks = ["10.0.0.0/8"]\n')
+    assert load(env={}).schema_name == "relay"
+    assert load(env={}, config=path).schema_name == "mine"
+    assert load(env={"OUTBOX_CONFIG": str(path)}).schema_name == "mine"
+    for arguments in ({"config": "nix.toml"}, {"env": {"OUTBOX_CONFIG": "nix.toml"}}):
+        with pytest.raises(UsageError, match=r"nix\.toml: there is no such settings file"):
+            load(**{"env": {}, **arguments})
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(UsageError, match="directory: Is a directory"):
+        load(env={}, config=tmp_path / "directory")
+
+
+def test_nothing_is_read_at_import() -> None:
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "OUTBOX_LEASE_S": "x", "OUTBOX_CONFIG": "nix"}
+    subprocess.run([sys.executable, "-c", "import outbox.config"], check=True, env=env)

@@ -1,0 +1,172 @@
+"""The README is true: its commands are run, and print what it says they print."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outbox.cli.main import COMMANDS
+from outbox.config import Settings, variable
+from tests.support.process import Ended, command_line, environment, outbox
+from tests.support.relay import all_ended
+from tests.support.tcp import free_port
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+# What differs from run to run.
+VOLATILE = (
+    (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "<uuid>"),
+    (r"[0-9a-f]{12}-\d+-\d+", "<lane>"),
+    (r"whsec_\S+", "<secret>"),
+    (r"\b\d\d:\d\d:\d\d\b", "<time>"),
+    (r"127\.0\.0\.1:\d+", "<address>"),
+    (r"\S+:\d+$", "<process>"),
+    (r"\d+\.\d s", "<seconds>"),
+    (r" +", " "),
+)
+
+
+def _same(text: str) -> list[str]:
+    lines = []
+    for line in text.strip().splitlines():
+        for pattern, name in VOLATILE:
+            line = re.sub(pattern, name, line)
+        lines.append(line.strip())
+    return lines
+
+
+def _console() -> list[tuple[str, str]]:
+    """Every `$ command` with the output under it."""
+    found = []
+    for language, block in BLOCKS:
+        if language == "console":
+            for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                command, _, output = part.partition("\n")
+                found.append((command, output))
+    return found
+
+
+class Walk:
+    """The reader's way through "Use it", on a database of the test's own."""
+
+    def __init__(self, database: Database, log: Path) -> None:
+        self.port = free_port()
+        self.env = {"OUTBOX_DSN": database.dsn, "COLUMNS": "120"}
+        self.secret = ""
+        self.log = log
+        self.running: list[tuple[asyncio.subprocess.Process, Path, str]] = []
+
+    async def take(self, line: str, output: str) -> None:
+        """Run one command line and hold its output to the README."""
+        env = dict(self.env)
+        words = shlex.split(line.replace("9000", str(self.port)))
+        while "=" in words[0]:
+            name, _, value = words.pop(0).partition("=")
+            env[name] = self.secret if name == "OUTBOX_SECRET" else value
+        assert words[0] == "outbox", line
+        if words[1] in ("listen", "relay"):
+            await self._start(words[1:], env, output)
+            return
+        ended = await outbox(*words[1:], env=env)
+        assert ended.code == 0, ended.stderr
+        # A terminal shows both.
+        printed = ended.stdout + ended.stderr
+        assert _same(printed) == _same(output), printed
+        self._remember(ended)
+
+    def _remember(self, ended: Ended) -> None:
+        if secret := re.search(r"whsec_\S+", ended.stdout):
+            self.secret = secret[0]
+
+    async def _start(self, words: list[str], env: dict[str, str], output: str) -> None:
+        path = self.log / f"{words[0]}.log"
+        with path.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *command_line(*words), env=environment(env), stdout=log, stderr=log
+            )
+        self.running.append((process, path, output))
+        ready = "listening" if words[0] == "listen" else "replica registered"
+        await until(lambda: ready in path.read_text(), 20, ready)
+
+    async def end(self) -> None:
+        """Stop what is still running, and hold its output to the README."""
+        for process, _, _ in self.running:
+            if process.returncode is None:
+                process.send_signal(signal.SIGTERM)
+            await process.wait()
+        for _, path, output in self.running:
+            printed = _same(path.read_text())
+            assert all(line in printed for line in _same(output)), printed
+
+
+@pytest.mark.one_major
+async def test_the_walk_through_prints_what_the_readme_says(
+    empty_database: Database, tmp_path: Path
+) -> None:
+    walk = Walk(empty_database, tmp_path)
+    sql = next(block for language, block in BLOCKS if language == "sql")
+    try:
+        for line, output in _console():
+            if line.startswith(("python3", "export OUTBOX_DSN")):
+                continue
+            if setting := re.fullmatch(r"export (\w+)=(\S+)", line):
+                walk.env[setting[1]] = setting[2]
+                continue
+            if line == "outbox status":
+                async with empty_database.connection() as connection:
+                    await connection.execute(sql)
+                await all_ended(empty_database)
+            await walk.take(line, output)
+    finally:
+        await walk.end()
+
+
+@pytest.mark.one_major
+async def test_the_python_on_the_first_screen_runs(database: Database) -> None:
+    snippet = next(block for language, block in BLOCKS if language == "python")
+    async with database.connection() as connection:
+        await connection.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS paid")
+        body = "".join(f"    {line}\n" for line in snippet.splitlines())
+        names: dict[str, object] = {}
+        exec(f"import outbox\nasync def main(connection):\n{body}", names)
+        await names["main"](connection)
+        assert await connection.fetchval("SELECT paid FROM public.orders")
+        assert await connection.fetchval("SELECT key FROM relay.outbox") == "order-7"
+
+
+async def test_the_demo_prints_what_the_readme_says() -> None:
+    (output,) = [output for line, output in _console() if line == "python3 run.py demo"]
+    ended = await outbox("demo", "--events", "120", "--seed", "17")
+    assert ended.code == 0, ended.stderr
+
+    def without_numbers(text: str) -> list[str]:
+        kept = [re.sub(r"[\d,.]+", "#", line) for line in text.strip().splitlines()]
+        return [re.sub(r" +", " ", line).strip() for line in kept]
+
+    zeros = [line for line in output.splitlines() if "✓" in line]
+    assert len(zeros) == 4
+    assert all(line in ended.stdout.splitlines() for line in zeros)
+    printed = without_numbers(ended.stdout)
+    assert [line for line in without_numbers(output) if line not in printed] == []
+
+
+def test_every_setting_of_the_relay_is_in_the_table() -> None:
+    documented = set(re.findall(r"`(OUTBOX_[A-Z_]+)`", README))
+    internal = {"dsn_source", "secret"}
+    wanted = {variable(name) for name in Settings.model_fields if name not in internal}
+    assert wanted <= documented
+
+
+def test_every_command_is_named() -> None:
+    assert [c.name for c in COMMANDS if not re.search(rf"outbox {c.name}\b", README)] == ["demo"]

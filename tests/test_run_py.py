@@ -1,0 +1,224 @@
+"""run.py decides rightly what is to be done, and says why it cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> ModuleType:
+    """run.py, for a project in a directory of its own."""
+    spec = importlib.util.spec_from_file_location("run", ROOT / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    bin_dir = tmp_path / ".venv" / "bin"
+    vars(module).update(
+        ROOT=tmp_path,
+        VENV=tmp_path / ".venv",
+        BIN=bin_dir,
+        PYTHON=bin_dir / "python",
+        STAMP=tmp_path / ".venv" / "run-py-stamp",
+    )
+    return module
+
+
+@pytest.fixture
+def steps(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """Runs `set_up` with its two slow steps replaced, and tells which it took."""
+    taken: list[str] = []
+
+    def make_environment(*, again: bool) -> None:
+        taken.append("make again" if again else "make")
+        run.BIN.mkdir(parents=True, exist_ok=True)
+        run.PYTHON.unlink(missing_ok=True)
+        run.PYTHON.symlink_to(sys.executable)
+
+    def install(wanted: list[str]) -> None:
+        taken.append("install")
+        run.STAMP.write_text("\n".join(wanted) + "\n")
+
+    monkeypatch.setattr(run, "make_environment", make_environment)
+    monkeypatch.setattr(run, "install", install)
+
+    def set_up() -> list[str]:
+        taken.clear()
+        run.set_up()
+        return list(taken)
+
+    return set_up
+
+
+def test_it_sets_up_once(steps: Callable[[], list[str]]) -> None:
+    assert steps() == ["make", "install"]
+    assert steps() == []
+
+
+def test_it_installs_again_when_the_project_changed(
+    run: ModuleType, steps: Callable[[], list[str]]
+) -> None:
+    steps()
+    (run.ROOT / "pyproject.toml").write_text("[project]\nname = 'y'\n")
+    assert steps() == ["install"]
+    assert steps() == []
+
+
+def test_an_unfinished_environment_is_made_again(
+    run: ModuleType, steps: Callable[[], list[str]]
+) -> None:
+    steps()
+    run.STAMP.write_text("unfinished\n")
+    assert steps() == ["make again", "install"]
+
+
+def test_an_environment_of_another_place_or_python_is_made_again(
+    run: ModuleType, steps: Callable[[], list[str]]
+) -> None:
+    steps()
+    run.STAMP.write_text(run.STAMP.read_text().replace("Python 3.", "Python 4."))
+    assert steps() == ["make again", "install"]
+    run.STAMP.write_text(run.STAMP.read_text().replace(str(run.ROOT), "/elsewhere"))
+    assert steps() == ["make again", "install"]
+
+
+def test_an_environment_whose_python_is_gone_is_made_again(
+    run: ModuleType, steps: Callable[[], list[str]]
+) -> None:
+    steps()
+    run.PYTHON.unlink()
+    run.PYTHON.symlink_to("/nowhere/python")
+    assert steps() == ["make again", "install"]
+
+
+def test_an_environment_made_by_hand_is_used(
+    run: ModuleType, steps: Callable[[], list[str]]
+) -> None:
+    run.BIN.mkdir(parents=True)
+    run.PYTHON.symlink_to(sys.executable)
+    assert steps() == ["install"]
+    assert steps() == []
+
+
+def test_an_interrupted_install_is_seen_by_the_next_run(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        raise run.Stop("interrupted", run.INTERRUPTED)
+
+    run.VENV.mkdir()
+    monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
+    monkeypatch.setattr(run, "call", interrupted)
+    with pytest.raises(run.Stop, match="interrupted"):
+        run.install(run.stamp())
+    assert run.STAMP.read_text() == "unfinished\n"
+
+
+def test_a_failing_pip_is_told(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run.VENV.mkdir()
+    failing = "import sys; print('no such index', file=sys.stderr); sys.exit(5)"
+    monkeypatch.setattr(run, "find_pip", lambda: [sys.executable, "-c", failing])
+    with pytest.raises(run.Stop, match=r"pip could not install \(exit code 5\)") as stopped:
+        run.install(run.stamp())
+    assert stopped.value.exit_code == 3
+    assert "no such index" in capfd.readouterr().err
+
+
+def test_every_extra_is_installed(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[list[str]] = []
+
+    def call(command: list[str], **_: object) -> int:
+        called.append(command)
+        return 0
+
+    run.VENV.mkdir()
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    (run.ROOT / "pyproject.toml").write_text(pyproject)
+    monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
+    monkeypatch.setattr(run, "call", call)
+    run.install(run.stamp())
+    extras = ",".join(tomllib.loads(pyproject)["project"]["optional-dependencies"])
+    assert called[0][-1] == f"{run.ROOT}[{extras}]"
+    assert run.STAMP.read_text().splitlines() == run.stamp()
+
+
+def test_an_old_python_is_told_in_one_line(run: ModuleType) -> None:
+    run.require_python((3, 11, 0))
+    with pytest.raises(run.Stop, match=r"^Python 3\.11 or later is needed, and this is 3\.10\.4: "):
+        run.require_python((3, 10, 4))
+
+
+def test_a_python_without_pip_is_told(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"missing": (1, ""), "old": (0, "pip 20.3.4 from /x (python 3.11)")}
+
+    def ask(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        code, said = answers[asked]
+        return subprocess.CompletedProcess(command, code, said, "No module named pip")
+
+    monkeypatch.setattr(run.subprocess, "run", ask)
+    asked = "missing"
+    with pytest.raises(run.Stop, match=r"has no pip: install it \(Debian"):
+        run.find_pip()
+    asked = "old"
+    with pytest.raises(run.Stop, match="pip is too old"):
+        run.find_pip()
+
+
+def test_all_checks_run_and_are_summed_up(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "call", lambda command: 1 if command[0].endswith("/mypy") else 0)
+    assert run.run_checks() == 1
+    lines = capsys.readouterr().out.split("\n")
+    assert [line.split()[0] for line in lines if line] == [
+        "ruff", "ruff", "mypy", "lint-imports", "pytest",
+    ]  # fmt: skip
+    assert [line for line in lines if "FAILED" in line and "mypy" in line]
+    monkeypatch.setattr(run, "call", lambda _: 0)
+    assert run.run_checks() == 0
+
+
+def test_ctrl_c_lets_the_program_end_in_its_own_way(run: ModuleType) -> None:
+    program = (
+        "import os, signal, sys\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "sys.exit(5 if signal.getsignal(signal.SIGINT) is signal.default_int_handler else 6)\n"
+    )
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(run.Stop, match="interrupted") as stopped:
+        run.call([sys.executable, "-c", program])
+    assert stopped.value.exit_code == 130
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        (["--help"], 0, "python3 run.py demo"),
+        ([], 2, "python3 run.py demo"),
+        (["nope"], 2, "there is no command 'nope'"),
+    ],
+)
+def test_usage(arguments: list[str], exit_code: int, said: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, ROOT / "run.py", *arguments], capture_output=True, text=True
+    )
+    assert ended.returncode == exit_code
+    assert said in (ended.stdout if exit_code == 0 else ended.stderr)
