@@ -1,0 +1,59 @@
+"""The demo as a newcomer runs it: it proves something, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import pytest
+
+from tests.support.process import command_line, environment, outbox
+from tests.support.processes import family, running
+from tests.support.waiting import until
+
+
+async def test_the_proof_holds_and_machines_can_read_it() -> None:
+    ended = await outbox("demo", "--events", "150", "--json")
+    assert ended.code == 0, ended.stderr
+    proof = ended.json
+    assert proof["published"] == 150
+    assert proof["delivered"] + proof["dead_lettered"] == proof["owed"]
+    assert proof["missing"] == proof["out_of_order"] == proof["rolled_back_but_delivered"] == 0
+    assert proof["relay_kills"] == 1
+    assert proof["dead_lettered"] > 0
+    assert len(ended.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of a parent's death")
+async def test_nothing_is_left_behind(number: signal.Signals) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *command_line("demo", "--events", "100000"),
+        env=environment(),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        process_group=0,
+    )
+    assert process.stderr is not None
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        while b"relay running" not in await process.stderr.readline():
+            pass
+    started = family(process.pid)
+    names = {p.name() for p in started}
+    assert "postgres" in names
+    assert len(started) > 3
+    process.send_signal(number)
+    async with asyncio.timeout(30):
+        said = (await process.stderr.read()).decode()
+        await process.wait()
+    assert process.returncode == (130 if number is signal.SIGINT else -signal.SIGKILL), said
+    assert "Traceback" not in said
+    await until(lambda: not running(started), 20, "everything to be gone")
+
+
+async def test_too_few_events_are_refused_in_one_line() -> None:
+    ended = await outbox("demo", "--events", "0")
+    assert ended.code == 2
+    assert len(ended.stderr.splitlines()) == 1
