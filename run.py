@@ -38,7 +38,7 @@ CHECKS = (
     ("ruff format", "--check", "--quiet", "."),
     ("mypy",),
     ("lint-imports",),
-    ("pytest",),
+    ("pytest", "-n", "2"),
 )
 
 OK, FAILED, USAGE, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 3, 130

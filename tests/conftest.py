@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -50,7 +50,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
     asked: int | None = config.getoption("--seed")
-    config.stash[_seed_key] = int.from_bytes(os.urandom(4)) if asked is None else asked
+    if asked is None:
+        # One seed for a run, also when it is shared out among processes.
+        asked = getattr(config, "workerinput", {}).get("seed") or int.from_bytes(os.urandom(4))
+    config.stash[_seed_key] = asked
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the seed to one of pytest-xdist's processes."""
+    node.workerinput["seed"] = node.config.stash[_seed_key]
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pytest
 
 from outbox.embedded.room import PREFIX, Room, sweep
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A path that is short enough for a Unix socket, as pytest's own need not be."""
+    with tempfile.TemporaryDirectory(prefix="rooms-") as path:
+        yield Path(path).resolve()
 
 
 def abandoned(base: Path) -> Path:
