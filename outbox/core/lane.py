@@ -26,119 +26,23 @@ recognised by that.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal
 
 from outbox.core.answer import Verdict, summary
+from outbox.core.steps import AttemptRow, DeadLetter, Fetch, Gone, Progress, Record, Send, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from uuid import UUID
 
     from outbox.core.answer import Answer
     from outbox.core.request import Delivery
     from outbox.core.retry import RetryPolicy
+    from outbox.core.steps import Command, Reason
 
 FETCH_LOW = 8
 """A lane asks for more when it has no more than this many deliveries in hand."""
-
-Reason: TypeAlias = Literal["refused", "exhausted", "expired", "erased", "removed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """A lane's durable state, one row; times are epoch seconds."""
-
-    acked_seq: int = 0
-    delivered_seq: int = 0
-    floor_batch: int = 0
-    head_seq: int | None = None
-    attempts: int = 0
-    first_attempt_at: float | None = None
-    next_attempt_at: float | None = None
-    last_answer: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A delivery whose event was erased: only its place in the lane is left."""
-
-    endpoint_id: UUID
-    seq: int
-    batch: int
-    outbox_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptRow:
-    """One line of the attempt log."""
-
-    batch: int
-    seq: int
-    attempt: int
-    outcome: Literal["delivered", "retry", "refused"]
-    status: int | None
-    error: str | None
-    started_at: float
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class DeadLetter:
-    """A delivery that is given up."""
-
-    delivery: Delivery | Gone
-    reason: Reason
-    attempts: int
-    last_answer: dict[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Make one attempt."""
-
-    delivery: Delivery
-    previous_seq: int
-    attempt: int
-    maybe_sent_before: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Read the deliveries after a number, none of them below a batch."""
-
-    after_seq: int
-    floor_batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Ask again at this time (epoch seconds)."""
-
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Write this down.
-
-    With `progress` it must be durable before the lane goes on; without, it is
-    a success and may wait for a group.
-    """
-
-    lane_id: int
-    seq: int
-    attempt: AttemptRow | None
-    progress: Progress | None = None
-    dead: DeadLetter | None = None
-
-    @property
-    def urgent(self) -> bool:
-        return self.progress is not None
-
-
-Command: TypeAlias = Send | Fetch | Wait | Record | None
 
 
 class _Busy(Enum):
@@ -190,26 +94,25 @@ class Lane:
         sent_through_batch: int,
     ) -> None:
         self.id = lane_id
-        acked, delivered, batch = progress.acked_seq, progress.delivered_seq, progress.floor_batch
-        for seq, seq_batch in sorted(set(tail)):
+        for seq, batch in sorted(set(tail)):
             # Records are written in order, so the tail has no holes; were
             # there one, sending again is right and skipping would not be.
-            if seq == acked + 1:
-                acked = delivered = seq
-                batch = seq_batch
-        self._acked = acked
-        self._delivered = delivered
-        self._committed = (acked, delivered, batch)
+            if seq == progress.acked_seq + 1:
+                progress = Progress(seq, seq, batch)
+        self._acked = progress.acked_seq
+        self._delivered = progress.delivered_seq
+        # What is on disk; retry state that is not of the next number is stale.
+        self._committed = progress
         self._last_seq = last_seq
         self._sent_through_batch = sent_through_batch
         self._queue: deque[Delivery | Gone] = deque()
-        self._fetched = acked
+        self._fetched = progress.acked_seq
         self._fetching = False
-        self._read_from_batch = batch
+        self._read_from_batch = progress.floor_batch
         self._busy: _Busy | None = None
         self._stopped = False
         self._reset_retry()
-        if progress.head_seq == acked + 1:
+        if progress.head_seq == progress.acked_seq + 1:
             self._attempts = progress.attempts
             self._first_attempt_at = progress.first_attempt_at
             self._next_attempt_at = progress.next_attempt_at
@@ -231,7 +134,7 @@ class Lane:
     @property
     def committed_seq(self) -> int:
         """The same, on disk."""
-        return self._committed[0]
+        return self._committed.acked_seq
 
     @property
     def owed(self) -> int:
@@ -246,22 +149,11 @@ class Lane:
     @property
     def settled(self) -> bool:
         """Nothing is out, and everything that happened is on disk."""
-        return self._busy is None and self._committed[0] == self._acked
+        return self._busy is None and self._committed.acked_seq == self._acked
 
     def checkpoint(self) -> Progress:
         """What may be written down as progress: committed records only."""
-        acked, delivered, batch = self._committed
-        failing = acked == self._acked and self._attempts > 0
-        return Progress(
-            acked,
-            delivered,
-            batch,
-            head_seq=acked + 1 if failing else None,
-            attempts=self._attempts if failing else 0,
-            first_attempt_at=self._first_attempt_at if failing else None,
-            next_attempt_at=self._next_attempt_at if failing else None,
-            last_answer=self._last_answer if failing else None,
-        )
+        return self._committed
 
     # ------------------------------------------------------- what to do next
 
@@ -277,7 +169,9 @@ class Lane:
         if head.expires_at is not None and head.expires_at.timestamp() <= now:
             return self._give_up(head, "expired", None)
         if self._next_attempt_at is not None and now < self._next_attempt_at:
-            return Wait(self._next_attempt_at)
+            # An event that expires meanwhile must not hold up the lane.
+            expires_at = head.expires_at.timestamp() if head.expires_at else inf
+            return Wait(min(self._next_attempt_at, expires_at))
         self._busy = _Busy.SENDING
         return Send(
             head,
@@ -380,11 +274,10 @@ class Lane:
         """A record is durable."""
         seq, row = record.seq, record.attempt
         if record.progress is not None:
-            p = record.progress
-            self._committed = (p.acked_seq, p.delivered_seq, p.floor_batch)
+            self._committed = record.progress
             self._busy = None
-        elif row is not None and seq > self._committed[0]:
-            self._committed = (seq, seq, row.batch)
+        elif row is not None and seq > self._committed.acked_seq:
+            self._committed = Progress(seq, seq, row.batch)
 
     def retry_now(self) -> None:
         """Forget the wait before the next attempt."""

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from outbox.core.answer import Verdict, classify, retry_after_s
-from outbox.core.lane import Fetch, Lane, Record, Send, Wait
+from outbox.core.lane import Lane
 from outbox.core.request import Delivery, prepare
-from outbox.store.lanes import Fenced
+from outbox.core.steps import Fetch, Record, Send, Wait
+from outbox.store.records import Fenced
 from outbox.transport.port import Request
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from outbox.core.answer import Answer
     from outbox.core.request import Prepared
+    from outbox.core.steps import Gone
     from outbox.relay.recorder import Recorder
     from outbox.store.lanes import Endpoint, LaneStore, LoadedLane
     from outbox.transport.port import Transport
@@ -34,19 +36,21 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.dispatcher")
 
 ROWS_PER_LANE = 32
+BYTES_PER_LANE = 512 << 10
 LANES_PER_READ = 64
 
 
 class OwnedLane:
     """A lane in this replica's hands: its state, and how to reach its endpoint."""
 
-    __slots__ = ("endpoint", "epoch", "loaded", "machine", "prepared", "task", "timer")
+    __slots__ = ("endpoint", "epoch", "loaded", "machine", "prepared", "stopped", "task", "timer")
 
     def __init__(self, loaded: LoadedLane, machine: Lane, endpoint: Endpoint, epoch: int) -> None:
         self.loaded = loaded
         self.machine = machine
         self.endpoint = endpoint
         self.epoch = epoch
+        self.stopped = False
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         # Body and headers of the head, kept over its attempts.
@@ -65,6 +69,8 @@ class Dispatcher:
         store: for the reader alone.
         lease_left_s: how long this replica may still send.
         in_flight_max: requests at one time, over all lanes.
+        on_quiet: called when a lane that was stopped has nothing in flight
+            any more.
         now: epoch seconds.
         rng: for the jitter of retries.
     """
@@ -76,6 +82,7 @@ class Dispatcher:
         transport: Transport,
         lease_left_s: Callable[[], float],
         in_flight_max: int,
+        on_quiet: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
@@ -84,12 +91,14 @@ class Dispatcher:
         self._transport = transport
         self._lease_left_s = lease_left_s
         self._slots = asyncio.Semaphore(in_flight_max)
+        self._on_quiet = on_quiet
         self._now = now
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._lanes: dict[int, OwnedLane] = {}
         self._of_endpoint: dict[UUID, list[OwnedLane]] = {}
-        self._dry: dict[int, Fetch] = {}
+        self._dry: dict[OwnedLane, Fetch] = {}
         self._dry_event = asyncio.Event()
+        # None before it runs, and as soon as it is ending.
         self._tasks: asyncio.TaskGroup | None = None
 
     # ---------------------------------------------------------- what is owned
@@ -129,26 +138,29 @@ class Dispatcher:
                 self._activate(owned)
 
     def update(self, endpoints: Iterable[Endpoint]) -> None:
-        """The endpoints' settings were changed."""
+        """The endpoints' settings were changed; one that was unusable may go on."""
         for endpoint in endpoints:
             for lane in self._of_endpoint.get(endpoint.id, ()):
                 lane.endpoint = endpoint
+                if lane.machine.owed:
+                    self._activate(lane)
 
-    def stop(self, endpoint_ids: Iterable[UUID]) -> list[OwnedLane]:
-        """Send nothing more to the endpoints; returns their lanes."""
-        lanes = [lane for e in endpoint_ids for lane in self._of_endpoint.get(e, ())]
-        for lane in lanes:
+    def stop(self, endpoint_ids: Iterable[UUID]) -> None:
+        """Send nothing more to the endpoints; what is in flight still ends."""
+        for lane in self._lanes_of(endpoint_ids):
+            lane.stopped = True
             lane.machine.stop()
             lane.clear_timer()
-        return lanes
+
+    def is_quiet(self, endpoint_id: UUID) -> bool:
+        """Whether nothing of a stopped endpoint is in flight any more."""
+        return all(lane.task is None for lane in self._lanes_of([endpoint_id]))
 
     async def quiet(self, endpoint_ids: Iterable[UUID]) -> None:
-        """Stop endpoints and wait until everything their lanes did is on disk."""
-        lanes = self.stop(endpoint_ids)
-        tasks = [lane.task for lane in lanes if lane.task is not None]
+        """Wait until nothing of stopped endpoints is in flight any more."""
+        tasks = [lane.task for lane in self._lanes_of(endpoint_ids) if lane.task is not None]
         if tasks:
             await asyncio.wait(tasks)
-        await self._recorder.flushed()
 
     def drop(self, endpoint_ids: Iterable[UUID]) -> list[Lane]:
         """Forget endpoints whose lanes are quiet; returns their lanes."""
@@ -158,6 +170,9 @@ class Dispatcher:
                 del self._lanes[lane.loaded.id]
                 dropped.append(lane.machine)
         return dropped
+
+    def _lanes_of(self, endpoint_ids: Iterable[UUID]) -> list[OwnedLane]:
+        return [lane for e in endpoint_ids for lane in self._of_endpoint.get(e, ())]
 
     def offer(self, last_seqs: Mapping[int, int]) -> None:
         """Lanes were given deliveries up to these numbers."""
@@ -175,20 +190,28 @@ class Dispatcher:
         Raises:
             Fenced: the lease ran out, or another replica took over.
         """
-        async with asyncio.TaskGroup() as self._tasks:
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                for lane in self._lanes.values():
+                    self._activate(lane)
+                try:
+                    await self._read()
+                finally:
+                    self._tasks = None
+        finally:
             for lane in self._lanes.values():
-                self._activate(lane)
-            await self._read()
+                lane.clear_timer()
 
     def _activate(self, lane: OwnedLane) -> None:
-        if lane.task is None and self._tasks is not None and lane.endpoint.state == "active":
+        may = lane.endpoint.usable and not lane.stopped
+        if may and lane.task is None and self._tasks is not None:
             lane.clear_timer()
             lane.task = self._tasks.create_task(self._work(lane))
 
     async def _work(self, lane: OwnedLane) -> None:
         """Do what the lane says until it has to wait."""
         try:
-            while True:
+            while lane.endpoint.usable:
                 match lane.machine.next(self._now()):
                     case Send() as send:
                         await self._send(lane, send)
@@ -205,8 +228,14 @@ class Dispatcher:
                         return
                     case None:
                         return
+        except BaseException:
+            # The group is ending, and takes no more tasks: news is for nobody.
+            self._tasks = None
+            raise
         finally:
             lane.task = None
+            if lane.stopped:
+                self._on_quiet()
 
     async def _send(self, lane: OwnedLane, send: Send) -> None:
         """One attempt, and what follows from its answer."""
@@ -254,30 +283,28 @@ class Dispatcher:
     # ---------------------------------------------------------------- reading
 
     def _want(self, lane: OwnedLane, fetch: Fetch) -> None:
-        self._dry[lane.loaded.id] = fetch
+        self._dry[lane] = fetch
         self._dry_event.set()
 
     async def _read(self) -> None:
         while True:
             await self._dry_event.wait()
-            wanted = [(i, self._dry.pop(i)) for i in list(self._dry)[:LANES_PER_READ]]
+            wanted = [(lane, self._dry.pop(lane)) for lane in list(self._dry)[:LANES_PER_READ]]
             if not self._dry:
                 self._dry_event.clear()
-            wanted = [(i, fetch) for i, fetch in wanted if i in self._lanes]
             rows = await self._store.deliveries(
-                [self._lanes[i].loaded for i, _ in wanted],
+                [lane.loaded for lane, _ in wanted],
                 [fetch.floor_batch for _, fetch in wanted],
                 [fetch.after_seq for _, fetch in wanted],
                 ROWS_PER_LANE,
+                BYTES_PER_LANE,
             )
-            for lane_id, fetch in wanted:
-                lane = self._lanes.get(lane_id)
-                if lane is None:
-                    continue
-                lane.machine.fetched(rows[lane_id])
-                if rows[lane_id]:
+            for lane, fetch in wanted:
+                following = _following(fetch.after_seq, rows[lane.loaded.id])
+                lane.machine.fetched(following)
+                if following:
                     self._activate(lane)
-                else:
+                elif not lane.stopped:
                     log.error(
                         "a lane owes numbers that are not there; run outbox verify",
                         lane=lane.loaded.name,
@@ -317,3 +344,13 @@ class Dispatcher:
     @staticmethod
     def _where(lane: OwnedLane, seq: int) -> dict[str, Any]:
         return {"endpoint": lane.endpoint.name, "lane": lane.loaded.name, "sequence": seq}
+
+
+def _following(seq: int, rows: Iterable[Delivery | Gone]) -> list[Delivery | Gone]:
+    """The rows up to the first hole: what lies behind it must not be sent before it."""
+    following: list[Delivery | Gone] = []
+    for row in rows:
+        if row.seq != seq + len(following) + 1:
+            break
+        following.append(row)
+    return following

@@ -38,6 +38,8 @@ class Listener:
         connect: opens the connection.
         producers: rung when events were published or endpoints changed.
         owners: rung when endpoints changed or other replicas have news.
+        sequencer_pid: the backend of this replica's own sequencer, whose news
+            arrives without a notification.
     """
 
     def __init__(
@@ -46,11 +48,13 @@ class Listener:
         schema: str,
         producers: Bell,
         owners: Bell,
+        sequencer_pid: int,
     ) -> None:
         self._connect = connect
         self._schema = schema
         self._producers = producers
         self._owners = owners
+        self._sequencer_pid = sequencer_pid
 
     async def run(self) -> None:
         """Listen, and reconnect, until cancelled."""
@@ -91,5 +95,6 @@ class Listener:
         if payload == RECONFIGURED:
             self._owners.ring()
 
-    def _heard_owners(self, *_: object) -> None:
-        self._owners.ring()
+    def _heard_owners(self, _connection: object, pid: int, *_: object) -> None:
+        if pid != self._sequencer_pid:
+            self._owners.ring()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import structlog
 
 from outbox.core.ownership import PeerWatch, preferred
-from outbox.store.lanes import Fenced
+from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection, Iterable
     from uuid import UUID
 
     from outbox.core.ownership import Lease
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from outbox.relay.dispatcher import Dispatcher
     from outbox.relay.recorder import Recorder
     from outbox.relay.sequencer import Sequenced
-    from outbox.store.lanes import LaneStore
+    from outbox.store.lanes import Endpoint, LaneStore
     from outbox.store.replicas import ReplicaStore
 
 log = structlog.get_logger("outbox.ownership")
@@ -87,6 +87,8 @@ class Ownership:
         self._watch = PeerWatch()
         self._version = 0
         self._stopping = False
+        # Stopped, and to be let go as soon as nothing of theirs is in flight.
+        self._leaving: set[UUID] = set()
         # The replicas among whom this one's endpoints were last divided.
         self._shared_with: set[int] = set()
         # The newest batch whose lanes were all told to the dispatcher.
@@ -110,12 +112,11 @@ class Ownership:
             self._known_batch = sequenced.batch
         self._dispatcher.offer(sequenced.deliveries.counters)
 
-    async def free_all(self) -> None:
-        """A clean stop: what is on its way is written, then all is free at once."""
+    async def quiet(self) -> None:
+        """A clean stop: wait until nothing is in flight."""
         owned = [e.id for e in self._dispatcher.endpoints()]
+        self._dispatcher.stop(owned)
         await self._dispatcher.quiet(owned)
-        await self._recorder.checkpoint()
-        self._dispatcher.drop(owned)
 
     # ------------------------------------------------------------- one look
 
@@ -133,17 +134,16 @@ class Ownership:
             # What was claimed since then was preferred here at that time.
             self._shared_with = alive
             mine = [e.id for e in self._dispatcher.endpoints()]
-            away = [e for e in mine if preferred(e, alive) != self._me]
-            if away:
-                await self._hand_over(away)
+            self._leave(e for e in mine if preferred(e, alive) != self._me)
         await self._notice_changes()
+        await self._let_go()
         await self._follow()
 
     async def _claim(self, wanted: list[UUID]) -> None:
         epochs = await self._replicas.claim(self._me, wanted, self._actor)
         if not epochs:
             return
-        endpoints = {e.id: e for e in await self._lanes.endpoints(epochs)}
+        endpoints = {e.id: e for e in await self._endpoints(epochs)}
         # In this order: what is sequenced after the counters were read is news.
         batch = await self._lanes.last_batch()
         loaded = await self._lanes.lanes(epochs)
@@ -152,34 +152,63 @@ class Ownership:
         # were offered to nobody.
         self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
         log.info("endpoints claimed", endpoints=len(epochs), lanes=len(loaded))
-        await self._finish_removals()
+        self._leave(e.id for e in endpoints.values() if e.state != "active")
 
-    async def _hand_over(self, away: list[UUID]) -> None:
-        await self._dispatcher.quiet(away)
+    def _leave(self, endpoint_ids: Iterable[UUID]) -> None:
+        """Stop endpoints that are not for this replica any more."""
+        leaving = set(endpoint_ids)
+        self._dispatcher.stop(leaving)
+        self._leaving |= leaving
+
+    async def _let_go(self) -> None:
+        """Hand over, or finish, the stopped endpoints that have become quiet.
+
+        Nothing here waits for a receiver: a slow one holds up only itself.
+        """
+        quiet = [
+            e
+            for e in self._dispatcher.endpoints()
+            if e.id in self._leaving and self._dispatcher.is_quiet(e.id)
+        ]
+        if not quiet:
+            return
+        await self._recorder.flushed()
         await self._recorder.checkpoint()
-        self._dispatcher.drop(away)
-        await self._replicas.release(self._me, away, self._actor, "moved to another replica")
-        await self._tell_others()
-        log.info("endpoints handed over", endpoints=len(away))
+        for endpoint in quiet:
+            lanes = self._dispatcher.drop([endpoint.id])
+            self._leaving.discard(endpoint.id)
+            if endpoint.state == "removing":
+                await self._recorder.finish_removal(
+                    endpoint.id, [(lane.id, lane.acked_seq) for lane in lanes]
+                )
+            if endpoint.state != "active":
+                log.info("endpoint removed", endpoint=endpoint.name)
+        moved = [e.id for e in quiet if e.state == "active"]
+        if moved:
+            await self._replicas.release(self._me, moved, self._actor, "moved to another replica")
+            await self._tell_others()
+            log.info("endpoints handed over", endpoints=len(moved))
 
     async def _notice_changes(self) -> None:
         version = await self._lanes.version()
         if version == self._version:
             return
         self._version = version
-        owned = [e.id for e in self._dispatcher.endpoints()]
-        self._dispatcher.update(await self._lanes.endpoints(owned))
-        await self._finish_removals()
+        endpoints = await self._endpoints([e.id for e in self._dispatcher.endpoints()])
+        self._dispatcher.update(endpoints)
+        self._leave(e.id for e in endpoints if e.state != "active")
 
-    async def _finish_removals(self) -> None:
-        for endpoint in [e for e in self._dispatcher.endpoints() if e.state != "active"]:
-            await self._dispatcher.quiet([endpoint.id])
-            lanes = self._dispatcher.drop([endpoint.id])
-            if endpoint.state == "removing":
-                await self._recorder.finish_removal(
-                    endpoint.id, [(lane.id, lane.acked_seq) for lane in lanes]
+    async def _endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
+        """The endpoints as they are set up now; says which ones cannot be used."""
+        endpoints = await self._lanes.endpoints(endpoint_ids)
+        for endpoint in endpoints:
+            if endpoint.problem is not None:
+                log.error(
+                    "an endpoint cannot be used; nothing is sent to it",
+                    endpoint=endpoint.name,
+                    reason=endpoint.problem,
                 )
-            log.info("endpoint removed", endpoint=endpoint.name)
+        return endpoints
 
     async def _follow(self) -> None:
         """Tell the dispatcher of batches that other replicas sequenced."""

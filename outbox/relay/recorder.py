@@ -12,22 +12,26 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from outbox.store.lanes import Fenced
+from outbox.core.request import Delivery
+from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from uuid import UUID
 
-    from outbox.core.lane import Lane, Record
-    from outbox.store.lanes import RecordStore
+    from outbox.core.lane import Lane
+    from outbox.core.steps import Record
+    from outbox.store.records import RecordStore
 
 CHECKPOINT_EVERY_S = 1.0
 GROUP_MAX = 5_000
 """Records in one statement; more wait for the next."""
+GROUP_BYTES_MAX = 32 << 20
+"""Dead letters' payloads in one statement, apart from the last one's."""
 
 
 class Entry:
-    """One record on its way to the disk."""
+    """One record on its way to the disk; `done` is set when somebody waits for it."""
 
     __slots__ = ("done", "epoch", "lane", "record")
 
@@ -36,6 +40,12 @@ class Entry:
         self.epoch = epoch
         self.record = record
         self.done: asyncio.Future[None] | None = None
+
+    async def written(self) -> None:
+        """Wait until it is on disk; whoever gives up waiting disturbs nobody."""
+        if self.done is None:
+            self.done = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self.done)
 
 
 class Recorder:
@@ -62,8 +72,8 @@ class Recorder:
         self._pending: list[Entry] = []
         self._arrived = asyncio.Event()
         self._urgent = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        # The newest entry, until it is written.
+        self._newest: Entry | None = None
         self._writing = asyncio.Lock()
         self._checkpointed: dict[int, int] = {}
 
@@ -78,19 +88,19 @@ class Recorder:
             Fenced: this replica is no longer the owner.
         """
         entry = Entry(lane, epoch, record)
-        entry.done = asyncio.get_running_loop().create_future()
         self._append(entry)
         self._urgent.set()
-        await entry.done
+        await entry.written()
 
     async def flushed(self) -> None:
-        """Wait until nothing is on its way any more."""
-        self._urgent.set()
-        await self._idle.wait()
+        """Wait until everything that was taken before is on disk."""
+        if self._newest is not None:
+            self._urgent.set()
+            await self._newest.written()
 
     def _append(self, entry: Entry) -> None:
         self._pending.append(entry)
-        self._idle.clear()
+        self._newest = entry
         self._arrived.set()
 
     async def run(self) -> None:
@@ -102,12 +112,14 @@ class Recorder:
         clock = asyncio.get_running_loop().time
         checkpoint_at = clock() + CHECKPOINT_EVERY_S
         while True:
-            try:
-                async with asyncio.timeout(max(checkpoint_at - clock(), 0)):
-                    await self._arrived.wait()
-            except TimeoutError:
+            # Looked at before each group, because under load one always waits.
+            if clock() >= checkpoint_at:
                 await self.checkpoint()
                 checkpoint_at = clock() + CHECKPOINT_EVERY_S
+            try:
+                async with asyncio.timeout(checkpoint_at - clock()):
+                    await self._arrived.wait()
+            except TimeoutError:
                 continue
             try:
                 async with asyncio.timeout(self._group_s):
@@ -117,7 +129,8 @@ class Recorder:
             await self._write_group()
 
     async def _write_group(self) -> None:
-        group, self._pending = self._pending[:GROUP_MAX], self._pending[GROUP_MAX:]
+        size = self._group_size()
+        group, self._pending = self._pending[:size], self._pending[size:]
         if not self._pending:
             self._arrived.clear()
             self._urgent.clear()
@@ -136,8 +149,20 @@ class Recorder:
             entry.lane.recorded(entry.record)
             if entry.done is not None and not entry.done.done():
                 entry.done.set_result(None)
-        if not self._pending:
-            self._idle.set()
+        if group[-1] is self._newest:
+            self._newest = None
+
+    def _group_size(self) -> int:
+        """How many of the waiting records go into one statement."""
+        size = payload_bytes = 0
+        for entry in self._pending[:GROUP_MAX]:
+            size += 1
+            dead = entry.record.dead
+            if dead is not None and isinstance(dead.delivery, Delivery):
+                payload_bytes += len(dead.delivery.payload)
+            if payload_bytes > GROUP_BYTES_MAX:
+                break
+        return size
 
     async def finish_removal(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
         """Give up what the (lane, acked number) pairs of a removed endpoint owe.
@@ -152,7 +177,7 @@ class Recorder:
         """Write down how far every lane is that moved since the last time.
 
         Raises:
-            Fenced: a checkpoint was refused.
+            Fenced: the lease ran out.
         """
         rows = [
             (lane.id, epoch, lane.checkpoint())

@@ -13,7 +13,7 @@ import structlog
 import outbox
 from outbox.errors import OutboxError
 from outbox.relay.session import Session
-from outbox.store.lanes import Fenced
+from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

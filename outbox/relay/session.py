@@ -23,10 +23,11 @@ from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
 from outbox.store.connect import connect
 from outbox.store.cursor import CursorStore
-from outbox.store.lanes import LaneStore, RecordStore
+from outbox.store.lanes import LaneStore
 from outbox.store.migrate import require_current
 from outbox.store.notify import WAKE_ALL
 from outbox.store.partitions import PartitionStore
+from outbox.store.records import RecordStore
 from outbox.store.replicas import ReplicaStore, application_name
 
 if TYPE_CHECKING:
@@ -40,6 +41,19 @@ log = structlog.get_logger("outbox.relay")
 
 IDLE_IN_TRANSACTION_SHARE = 0.8
 """Of the lease: a frozen replica must not sit on a row lock for longer."""
+
+SESSION_SETTINGS = {
+    # A success, a give-up or a batch that a crash of the server takes back
+    # would turn the order around.
+    "synchronous_commit": "on",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+    # The lease bounds what has to be bounded; DETACH waits as long as it takes.
+    "statement_timeout": "0",
+    "lock_timeout": "0",
+    "idle_session_timeout": "0",
+}
+"""Whatever the role's or the database's defaults are."""
 
 
 class Session:
@@ -93,9 +107,8 @@ class Session:
             self.replica_id = me
             lease.renewed(started_at)
             own_name = application_name(me)
-            for_renewal, for_cursor, for_reader, for_records, for_upkeep = [
-                await self._connect(stack, own_name) for _ in range(5)
-            ]
+            connections = [await self._connect(stack, own_name) for _ in range(5)]
+            for_renewal, for_cursor, for_reader, for_records, for_upkeep = connections
             await replicas.set_pids(
                 me, [c.get_server_pid() for c in (for_cursor, for_reader, for_records)]
             )
@@ -114,6 +127,7 @@ class Session:
                 self._transport,
                 lease_left_s,
                 settings.in_flight_max,
+                on_quiet=owners.ring,
             )
             ownership = Ownership(
                 replicas,
@@ -134,14 +148,21 @@ class Session:
                 notified=self._listening,
             )
             async with asyncio.TaskGroup() as tasks:
+                cut = tasks.create_task(_cut_at_the_end(control, *connections))
+                delivering = tasks.create_task(dispatcher.run())
                 background = [
                     tasks.create_task(keep_lease(ReplicaStore(for_renewal), me, lease)),
                     tasks.create_task(recorder.run()),
-                    tasks.create_task(dispatcher.run()),
                     tasks.create_task(maintain(PartitionStore(for_upkeep))),
                 ]
                 if self._listening:
-                    listener = Listener(self._open_listener, settings.schema_name, events, owners)
+                    listener = Listener(
+                        self._open_listener,
+                        settings.schema_name,
+                        events,
+                        owners,
+                        for_cursor.get_server_pid(),
+                    )
                     background.append(tasks.create_task(listener.run()))
                 working = [
                     tasks.create_task(ownership.run()),
@@ -155,12 +176,19 @@ class Session:
                 await asyncio.wait(working)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(settings.drain_s):
-                        await ownership.free_all()
+                        await ownership.quiet()
+                # What is still in flight is closed before anybody else may send it.
+                delivering.cancel()
+                await asyncio.wait([delivering])
+                await recorder.flushed()
+                await recorder.checkpoint()
                 await sequencer.leave()
                 await replicas.leave(me, f"replica {me}")
                 await control.execute(WAKE_ALL)
                 for task in background:
                     task.cancel()
+                await asyncio.wait(background, timeout=settings.lease_s)
+                cut.cancel()
             self.replica_id = None
 
     async def _connect(self, stack: AsyncExitStack, name: str) -> Connection[Any]:
@@ -170,7 +198,12 @@ class Session:
             self._dsn,
             schema=settings.schema_name,
             application_name=name,
-            server_settings={"idle_in_transaction_session_timeout": str(limit_ms)},
+            server_settings={
+                **SESSION_SETTINGS,
+                # Not the DSN's: a burial finds our sessions by this name.
+                "application_name": name,
+                "idle_in_transaction_session_timeout": str(limit_ms),
+            },
             pooled=settings.pooled,
         )
         # Not closed politely: after a failure that could wait for ever.
@@ -183,3 +216,16 @@ class Session:
             schema=self._settings.schema_name,
             application_name="outbox-relay:listen",
         )
+
+
+async def _cut_at_the_end(*connections: Connection[Any]) -> None:
+    """Cut connections as soon as the session ends.
+
+    Whoever is cancelled inside a transaction rolls it back and waits for the
+    answer, which never comes from a server that cannot be reached.
+    """
+    try:
+        await asyncio.Event().wait()
+    finally:
+        for connection in connections:
+            connection.terminate()

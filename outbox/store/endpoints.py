@@ -93,9 +93,10 @@ GET_ENDPOINT = f"{LIST_ENDPOINTS} WHERE e.name = $1 AND e.state <> 'removed'"
 
 GET_LANES = f"{LANE_STATE} WHERE l.endpoint_id = $1 ORDER BY l.generation, l.slot"
 
-# Locked against another removal of the same endpoint.
+# Locked against another removal of the same endpoint, and not against new dead
+# letters, which refer to it.
 LOCK_ENDPOINT = """
-SELECT id, state FROM endpoint WHERE name = $1 AND state <> 'removed' FOR UPDATE
+SELECT id, state FROM endpoint WHERE name = $1 AND state <> 'removed' FOR NO KEY UPDATE
 """
 
 LIST_NAMES = (

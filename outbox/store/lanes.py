@@ -1,31 +1,26 @@
-"""The dispatcher's SQL: reading lanes and writing what became of deliveries.
-
-Whatever is written for a lane is one statement that begins with the *fence*:
-the replica's own row, locked FOR KEY SHARE while its lease runs.  Whoever
-takes over deletes that row first, so a stale statement finds no fence and
-writes nothing; and since it is one statement, no lock is ever held while the
-database waits for this process.
-"""
+"""The dispatcher's SQL: endpoints, lanes and what they owe."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from outbox.core.identity import lane_name
-from outbox.core.lane import DeadLetter, Gone, Progress, Record
 from outbox.core.request import Delivery
-from outbox.core.retry import RetryPolicy
+from outbox.core.retry import STANDARD, RetryPolicy
 from outbox.core.signature import parse_secret
+from outbox.core.steps import Gone, Progress
+from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from uuid import UUID
 
     from asyncpg import Connection
+
+TIMEOUT_S_MAX = 3600.0
 
 READ_ENDPOINTS = """
 SELECT e.id, e.name, e.url, e.state, e.retry, e.connect_timeout_s, e.total_timeout_s,
@@ -49,41 +44,60 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot, c.last_seq,
  WHERE l.endpoint_id = ANY ($1)
 """
 
-# What was acknowledged after the checkpoint.
+# What was acknowledged after the checkpoint.  OFFSET 0 keeps it a look into each
+# lane's own partitions: as a join it would be hashed against the whole log.
 READ_TAIL = """
 SELECT lane.id, a.seq, a.batch
   FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS lane(id, floor_batch, acked_seq)
  CROSS JOIN LATERAL (
        SELECT seq, batch FROM attempt
         WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.acked_seq
-          AND outcome = 'delivered') a
+          AND outcome = 'delivered' OFFSET 0) a
 """
 
 # Deliveries with their events.  `batch >=` keeps each lane to the partitions
 # that can hold something for it.  An event that is gone is taken from the dead
-# letter's copy when this is a replay, and is otherwise left empty.
+# letter's copy when this is a replay, and is otherwise left empty.  Times are
+# kept to those that Python has a name for; PostgreSQL knows others (infinity).
+# LIMIT 1 keeps the events to a look by id: a join would hash the whole outbox.
+# Large payloads come in smaller helpings, measured as they are stored.
 READ_DELIVERIES = """
-SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id,
-       coalesce(o.event_id, x.event_id) AS event_id,
-       coalesce(o.tenant, x.tenant) AS tenant,
-       coalesce(o.type, x.type) AS type,
-       coalesce(o.key, x.key) AS key,
-       coalesce(o.payload, x.payload)::text AS payload,
-       coalesce(o.headers, x.headers)::text AS headers,
-       coalesce(o.created_at, x.published_at) AS published_at,
-       CASE WHEN d.replay_id IS NULL THEN o.expires_at END AS expires_at,
-       was.endpoint_id AS was_endpoint_id, was.generation AS was_generation,
-       was.slot AS was_slot, x.seq AS was_seq
-  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS lane(id, floor_batch, after_seq)
- CROSS JOIN LATERAL (
-       SELECT batch, seq, outbox_id, replay_id FROM delivery
-        WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.after_seq
-        ORDER BY batch, seq LIMIT $4) d
-  LEFT JOIN outbox o ON o.id = d.outbox_id
-  LEFT JOIN replay r ON r.id = d.replay_id
-  LEFT JOIN dead_letter x ON x.id = r.dead_id
-  LEFT JOIN lane was ON was.id = x.lane_id
- ORDER BY lane.id, d.seq
+SELECT lane_id, batch, seq, outbox_id, event_id, tenant, type, key, payload::text AS payload,
+       headers::text AS headers,
+       greatest(least(published_at, '9999-12-30'), '0001-01-02') AS published_at,
+       greatest(least(expires_at, '9999-12-30'), '0001-01-02') AS expires_at,
+       was_endpoint_id, was_generation, was_slot, was_seq
+  FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id,
+               coalesce(o.event_id, x.event_id) AS event_id,
+               coalesce(o.tenant, x.tenant) AS tenant,
+               coalesce(o.type, x.type) AS type,
+               coalesce(o.key, x.key) AS key,
+               coalesce(o.payload, x.payload) AS payload,
+               coalesce(o.headers, x.headers) AS headers,
+               coalesce(o.created_at, x.published_at) AS published_at,
+               CASE WHEN d.replay_id IS NULL THEN o.expires_at END AS expires_at,
+               x.was_endpoint_id, x.was_generation, x.was_slot, x.was_seq,
+               sum(pg_column_size(coalesce(o.payload, x.payload))) OVER (
+                   PARTITION BY lane.id ORDER BY d.seq
+                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
+          FROM unnest($1::bigint[], $2::bigint[], $3::bigint[])
+               AS lane(id, floor_batch, after_seq)
+         CROSS JOIN LATERAL (
+               SELECT batch, seq, outbox_id, replay_id FROM delivery
+                WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.after_seq
+                ORDER BY batch, seq LIMIT $4) d
+          LEFT JOIN LATERAL (
+               SELECT * FROM outbox WHERE id = d.outbox_id LIMIT 1) o ON true
+          LEFT JOIN LATERAL (
+               SELECT dead.*, was.endpoint_id AS was_endpoint_id,
+                      was.generation AS was_generation, was.slot AS was_slot,
+                      dead.seq AS was_seq
+                 FROM replay
+                 JOIN dead_letter dead ON dead.id = replay.dead_id
+                 JOIN lane was ON was.id = dead.lane_id
+                WHERE replay.id = d.replay_id LIMIT 1) x ON true) found
+ WHERE coalesce(bytes_before, 0) < $5
+ ORDER BY lane_id, seq
 """
 
 # What other replicas sequenced.
@@ -93,104 +107,6 @@ READ_COUNTERS = "SELECT lane_id, last_seq FROM lane_counter WHERE lane_id = ANY 
 
 # Rises with every change of who gets what.
 READ_VERSION = "SELECT version FROM cursor"
-
-_FENCE = """
-WITH fence AS MATERIALIZED (
-    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE)
-"""
-
-_ATTEMPTS = """
-       unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::int[], $6::text[], $7::int[],
-              $8::text[], $9::timestamptz[], $10::real[])
-       AS a(lane_id, batch, seq, attempt, outcome, status, error, started_at, elapsed_ms)
-"""
-
-# A group of successes: the acknowledgements.
-WRITE_GROUP = f"""{_FENCE}
-INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
-                     elapsed_ms, replica_id)
-SELECT a.*, $1 FROM fence, {_ATTEMPTS}
-"""  # noqa: S608 (constants only)
-
-# A group in which something failed or was given up.  A lane that is not ours
-# any more (its epoch moved on) writes nothing at all.
-WRITE_RECORDS = f"""{_FENCE},
-moved AS (
-    UPDATE lane_progress p
-       SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
-           floor_batch = v.floor_batch, head_seq = v.head_seq, attempts = v.attempts,
-           first_attempt_at = v.first_attempt_at, next_attempt_at = v.next_attempt_at,
-           last_answer = v.last_answer
-      FROM fence,
-           unnest($11::bigint[], $12::bigint[], $13::bigint[], $14::bigint[], $15::bigint[],
-                  $16::bigint[], $17::int[], $18::timestamptz[], $19::timestamptz[],
-                  $20::jsonb[])
-           AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, head_seq, attempts,
-                first_attempt_at, next_attempt_at, last_answer)
-     WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq <= v.acked_seq
-    RETURNING p.lane_id),
-logged AS (
-    INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
-                         elapsed_ms, replica_id)
-    SELECT a.*, $1 FROM fence, {_ATTEMPTS}
-     WHERE a.lane_id <> ALL ($11) OR a.lane_id IN (SELECT lane_id FROM moved)),
-buried AS (
-    INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, outbox_id, event_id,
-           tenant, type, key, payload, headers, published_at, expires_at, reason, attempts,
-           last_answer, replica_id)
-    SELECT d.lane_id, d.endpoint_id, d.batch, d.seq, d.seq, d.outbox_id, d.event_id,
-           d.tenant, d.type, d.key, d.payload, d.headers, d.published_at, d.expires_at,
-           d.reason, d.attempts, d.last_answer, $1
-      FROM moved JOIN unnest($21::bigint[], $22::uuid[], $23::bigint[], $24::bigint[],
-           $25::bigint[], $26::uuid[], $27::text[], $28::text[], $29::text[], $30::jsonb[],
-           $31::jsonb[], $32::timestamptz[], $33::timestamptz[], $34::text[], $35::int[],
-           $36::jsonb[])
-           AS d(lane_id, endpoint_id, batch, seq, outbox_id, event_id, tenant, type, key,
-                payload, headers, published_at, expires_at, reason, attempts, last_answer)
-           USING (lane_id))
-SELECT lane_id FROM moved
-"""  # noqa: S608 (constants only)
-
-# Checkpoints move forward only, and only in the owner's epoch.
-WRITE_CHECKPOINTS = f"""{_FENCE}
-UPDATE lane_progress p
-   SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
-       head_seq = NULL, attempts = 0, first_attempt_at = NULL, next_attempt_at = NULL,
-       last_answer = NULL
-  FROM fence,
-       unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
-       AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch)
- WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq < v.acked_seq
-RETURNING p.lane_id
-"""  # noqa: S608 (constants only)
-
-# The end of a removed endpoint: everything its lanes still owe becomes one
-# range per lane, and the endpoint is gone.
-FINISH_REMOVAL = f"""{_FENCE},
-owed AS (
-    UPDATE lane_progress p SET acked_seq = c.last_seq, head_seq = NULL, attempts = 0,
-           first_attempt_at = NULL, next_attempt_at = NULL, last_answer = NULL
-      FROM fence, lane_counter c, unnest($3::bigint[], $4::bigint[]) AS v(lane_id, acked_seq)
-     WHERE p.lane_id = v.lane_id AND c.lane_id = v.lane_id AND c.last_seq > v.acked_seq
-    RETURNING p.lane_id, p.endpoint_id, p.floor_batch, v.acked_seq + 1 AS seq,
-              c.last_seq AS to_seq),
-buried AS (
-    INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
-                             replica_id)
-    SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, 'removed', 0, $1 FROM owed),
-forgotten AS (
-    DELETE FROM endpoint_secret s USING fence WHERE s.endpoint_id = $2),
-ended AS (
-    UPDATE endpoint e SET state = 'removed' FROM fence WHERE e.id = $2 RETURNING e.id)
-INSERT INTO journal (kind, actor, endpoint_id, data)
-SELECT 'endpoint_removed', 'replica ' || $1::bigint, ended.id,
-       jsonb_build_object('given_up', (SELECT coalesce(sum(to_seq - seq + 1), 0) FROM owed))
-  FROM ended
-"""  # noqa: S608 (constants only)
-
-
-class Fenced(Exception):
-    """This replica's writes are refused: it is no longer the owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +122,13 @@ class Endpoint:
     secrets: tuple[bytes, ...]
     connect_timeout_s: float
     total_timeout_s: float
+    problem: str | None = None
+    """Why it cannot be used as it is set up."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether deliveries may be sent to it."""
+        return self.state == "active" and self.problem is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,19 +151,7 @@ class LaneStore:
 
     async def endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
         """The endpoints as they are set up now."""
-        return [
-            Endpoint(
-                r["id"],
-                r["name"],
-                r["url"],
-                r["state"],
-                RetryPolicy.from_dict(orjson.loads(r["retry"])),
-                tuple(parse_secret(s) for s in r["secrets"]),
-                r["connect_timeout_s"],
-                r["total_timeout_s"],
-            )
-            for r in await self._db.fetch(READ_ENDPOINTS, list(endpoint_ids))
-        ]
+        return [_endpoint(r) for r in await self._db.fetch(READ_ENDPOINTS, list(endpoint_ids))]
 
     async def last_batch(self) -> int:
         """The newest batch."""
@@ -285,12 +196,22 @@ class LaneStore:
         floor_batches: Sequence[int],
         after_seqs: Sequence[int],
         limit: int,
+        bytes_max: int,
     ) -> dict[int, list[Delivery | Gone]]:
-        """The next deliveries of each lane, at most `limit` of each."""
+        """The next deliveries of each lane, at most `limit` of each.
+
+        A lane gets at least one, and further ones until it has `bytes_max` of
+        payloads, as they are stored.
+        """
         names = {lane.id: lane for lane in lanes}
         found: dict[int, list[Delivery | Gone]] = {lane.id: [] for lane in lanes}
         for r in await self._db.fetch(
-            READ_DELIVERIES, [lane.id for lane in lanes], floor_batches, after_seqs, limit
+            READ_DELIVERIES,
+            [lane.id for lane in lanes],
+            floor_batches,
+            after_seqs,
+            limit,
+            bytes_max,
         ):
             lane = names[r["lane_id"]]
             found[lane.id].append(_delivery(lane, r))
@@ -311,95 +232,23 @@ class LaneStore:
         return version
 
 
-class RecordStore:
-    """Writes what became of deliveries, on one connection.
-
-    Raises:
-        Fenced: nothing (or not everything) was written, because this replica
-            is no longer the owner; it must stop.
-    """
-
-    def __init__(self, connection: Connection[Any], replica_id: int) -> None:
-        self._db = connection
-        self._me = replica_id
-
-    async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
-        """Write a group; all of it or, when fenced off, none of it."""
-        attempts = _columns(
-            9,
-            (
-                (
-                    r.lane_id,
-                    r.attempt.batch,
-                    r.attempt.seq,
-                    r.attempt.attempt,
-                    r.attempt.outcome,
-                    r.attempt.status,
-                    r.attempt.error,
-                    _time(r.attempt.started_at),
-                    r.attempt.elapsed_s * 1000,
-                )
-                for r in records
-                if r.attempt is not None
-            ),
-        )
-        urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
-        if not urgent:
-            written = await self._db.execute(WRITE_GROUP, self._me, *attempts)
-            if written != f"INSERT 0 {len(records)}":
-                raise Fenced
-            return
-        progress = _columns(
-            10,
-            (
-                (
-                    r.lane_id,
-                    epoch,
-                    r.progress.acked_seq,
-                    r.progress.delivered_seq,
-                    r.progress.floor_batch,
-                    r.progress.head_seq,
-                    r.progress.attempts,
-                    _time(r.progress.first_attempt_at),
-                    _time(r.progress.next_attempt_at),
-                    _json(r.progress.last_answer),
-                )
-                for r, epoch in urgent
-                if r.progress is not None
-            ),
-        )
-        dead = _columns(
-            16,
-            ((r.lane_id, *_dead_row(r.dead)) for r, _ in urgent if r.dead is not None),
-        )
-        moved = await self._db.fetch(WRITE_RECORDS, self._me, *attempts, *progress, *dead)
-        if len(moved) != len(urgent):
-            raise Fenced
-
-    async def checkpoint(self, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
-        """Write (lane, epoch, progress); returns the lanes that were accepted."""
-        written = await self._db.fetch(
-            WRITE_CHECKPOINTS,
-            self._me,
-            [lane_id for lane_id, _, _ in rows],
-            [epoch for _, epoch, _ in rows],
-            [p.acked_seq for _, _, p in rows],
-            [p.delivered_seq for _, _, p in rows],
-            [p.floor_batch for _, _, p in rows],
-        )
-        return {r["lane_id"] for r in written}
-
-    async def finish_removal(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
-        """Give up what a removed endpoint's (lane, acked number) pairs still owe."""
-        written = await self._db.execute(
-            FINISH_REMOVAL,
-            self._me,
-            endpoint_id,
-            [lane_id for lane_id, _ in lanes],
-            [acked for _, acked in lanes],
-        )
-        if written != "INSERT 0 1":
-            raise Fenced
+def _endpoint(row: Any) -> Endpoint:
+    """An endpoint; one that is set up wrongly must not keep the others waiting."""
+    retry, problem = STANDARD, None
+    secrets: tuple[bytes, ...] = ()
+    timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
+    try:
+        retry = RetryPolicy.from_dict(orjson.loads(row["retry"]))
+        secrets = tuple(parse_secret(s) for s in row["secrets"])
+        if not secrets:
+            raise UsageError("secret: there is none to sign with")
+        if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
+            raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
+    except (UsageError, TypeError) as error:
+        problem = str(error)
+    return Endpoint(
+        row["id"], row["name"], row["url"], row["state"], retry, secrets, *timeouts, problem
+    )
 
 
 def _delivery(lane: LoadedLane, row: Any) -> Delivery | Gone:
@@ -425,45 +274,3 @@ def _delivery(lane: LoadedLane, row: Any) -> Delivery | Gone:
         headers=None if row["headers"] is None else row["headers"].encode(),
         replay_of=replay_of,
     )
-
-
-def _dead_row(dead: DeadLetter) -> tuple[Any, ...]:
-    d = dead.delivery
-    event: tuple[Any, ...] = (None,) * 8
-    if isinstance(d, Delivery):
-        event = (
-            d.event_id,
-            d.tenant,
-            d.type,
-            d.key,
-            d.payload.decode(),
-            None if d.headers is None else d.headers.decode(),
-            d.published_at,
-            d.expires_at,
-        )
-    return (
-        d.endpoint_id,
-        d.batch,
-        d.seq,
-        d.outbox_id,
-        *event,
-        dead.reason,
-        dead.attempts,
-        _json(dead.last_answer),
-    )
-
-
-def _columns(width: int, rows: Any) -> list[list[Any]]:
-    columns: list[list[Any]] = [[] for _ in range(width)]
-    for row in rows:
-        for column, value in zip(columns, row, strict=True):
-            column.append(value)
-    return columns
-
-
-def _time(at: float | None) -> datetime | None:
-    return None if at is None else datetime.fromtimestamp(at, UTC)
-
-
-def _json(value: dict[str, Any] | None) -> str | None:
-    return None if value is None else orjson.dumps(value).decode()

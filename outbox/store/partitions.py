@@ -14,6 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
+
 from outbox.core.names import quote_ident
 
 if TYPE_CHECKING:
@@ -80,9 +82,12 @@ class PartitionStore:
                 position = at["id"] if parent == "outbox" else at["batch"]
                 while await self._extend_once(parent, position):
                     made += 1
-            return made
-        finally:
+        except asyncpg.PostgresError:
             await self._db.execute(UNLOCK)
+            raise
+        # Whoever is cancelled leaves it to the end of the connection.
+        await self._db.execute(UNLOCK)
+        return made
 
     async def analyze(self) -> None:
         """Tell the planner about the parents, which autovacuum leaves out."""

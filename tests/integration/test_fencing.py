@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.lane import AttemptRow, Progress, Record
-from outbox.store.lanes import Fenced, RecordStore
+from outbox.core.steps import AttemptRow, Progress, Record
+from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import add_endpoint, fetchval
 from tests.support.waiting import until

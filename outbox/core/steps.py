@@ -1,0 +1,108 @@
+"""What goes in and out of a lane: its durable rows, and what it wants done next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from outbox.core.request import Delivery
+
+Reason: TypeAlias = Literal["refused", "exhausted", "expired", "erased", "removed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A lane's durable state, one row; times are epoch seconds."""
+
+    acked_seq: int = 0
+    delivered_seq: int = 0
+    floor_batch: int = 0
+    head_seq: int | None = None
+    attempts: int = 0
+    first_attempt_at: float | None = None
+    next_attempt_at: float | None = None
+    last_answer: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A delivery whose event was erased: only its place in the lane is left."""
+
+    endpoint_id: UUID
+    seq: int
+    batch: int
+    outbox_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRow:
+    """One line of the attempt log."""
+
+    batch: int
+    seq: int
+    attempt: int
+    outcome: Literal["delivered", "retry", "refused"]
+    status: int | None
+    error: str | None
+    started_at: float
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A delivery that is given up."""
+
+    delivery: Delivery | Gone
+    reason: Reason
+    attempts: int
+    last_answer: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Make one attempt."""
+
+    delivery: Delivery
+    previous_seq: int
+    attempt: int
+    maybe_sent_before: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Read the deliveries after a number, none of them below a batch."""
+
+    after_seq: int
+    floor_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask again at this time (epoch seconds)."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Write this down.
+
+    With `progress` it must be durable before the lane goes on; without, it is
+    a success and may wait for a group.
+    """
+
+    lane_id: int
+    seq: int
+    attempt: AttemptRow | None
+    progress: Progress | None = None
+    dead: DeadLetter | None = None
+
+    @property
+    def urgent(self) -> bool:
+        return self.progress is not None
+
+
+Command: TypeAlias = Send | Fetch | Wait | Record | None

@@ -1,0 +1,591 @@
+"""What one bad row, one slow receiver or one bad moment must not do to everything else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.lane import Lane
+from outbox.core.steps import AttemptRow, Progress, Record
+from outbox.relay.dispatcher import Dispatcher
+from outbox.relay.recorder import Recorder
+from outbox.store import dead, endpoints
+from outbox.store.changes import change
+from outbox.store.lanes import LaneStore
+from outbox.store.records import Fenced, RecordStore
+from outbox.store.replicas import ReplicaStore
+from tests.support.relay import (
+    BUSY,
+    OK,
+    QUICK_RETRY,
+    REFUSED,
+    Network,
+    Sent,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    killed_at_the_end,
+    publish,
+    running,
+)
+from tests.support.tcp import listening
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from uuid import UUID
+
+    from outbox.core.answer import Answer
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+SESSION = {"server_settings": {"search_path": "relay"}}
+
+
+async def _change(database: Database, sql: str, *arguments: Any) -> None:
+    """Something is set anew, as a command would do it."""
+    async with database.connection(**SESSION) as connection, change(connection, "relay"):
+        await connection.execute(sql, *arguments)
+
+
+async def _remove(database: Database, name: str) -> endpoints.Removal:
+    async with database.connection(**SESSION) as connection:
+        return await endpoints.remove(connection, "relay", name=name, actor="test", give_up=True)
+
+
+def _to(sent: Sent) -> str:
+    return sent.url.rsplit("/", 1)[1]
+
+
+class Held:
+    """A network whose requests to some endpoints wait to be answered."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+        self.answered = asyncio.Event()
+        self.network = Network(self._script)
+
+    async def _script(self, sent: Sent) -> Answer:
+        if _to(sent) in self.names:
+            await self.answered.wait()
+        return OK
+
+    def got(self, name: str) -> list[Any]:
+        return [s.body["data"] for s in self.network.accepted if _to(s) == name]
+
+
+# ------------------------------------------------------------------- bad rows
+
+
+async def test_times_beyond_the_calendar_are_only_far_away(database: Database) -> None:
+    await add_endpoint(database)
+    network = Network()
+    times = {
+        "far": "'20000-01-01'",
+        "never": "'infinity'",
+        "long ago": "'0044-03-15 BC'",
+        "always": "'-infinity'",
+        "no time": "NULL",
+    }
+    for payload, at in times.items():
+        await fetchval(
+            database,
+            "INSERT INTO outbox (type, payload, created_at, expires_at) "
+            f"VALUES ('a.b', '\"{payload}\"', coalesce({at}, now()), {at})",
+        )
+    async with running(database, network):
+        await all_ended(database)
+    assert network.data() == ["far", "never", "no time"]
+    sql = "SELECT array_agg(reason ORDER BY seq) FROM dead_letter"
+    assert await fetchval(database, sql) == ["expired", "expired"]
+
+
+UNUSABLE = {
+    "a secret that is none": (
+        "UPDATE endpoint_secret SET secret = 'whsec_!' WHERE endpoint_id = $1",
+        "UPDATE endpoint_secret SET secret = 'whsec_' || repeat('A', 32) WHERE endpoint_id = $1",
+    ),
+    "no secret": (
+        "UPDATE endpoint_secret SET expires_at = '-infinity' WHERE endpoint_id = $1",
+        "UPDATE endpoint_secret SET expires_at = NULL WHERE endpoint_id = $1",
+    ),
+    "a retry policy out of bounds": (
+        """UPDATE endpoint SET retry = '{"factor": -1}' WHERE id = $1""",
+        "UPDATE endpoint SET retry = '{}' WHERE id = $1",
+    ),
+    "a retry policy that is none": (
+        "UPDATE endpoint SET retry = '[1]' WHERE id = $1",
+        "UPDATE endpoint SET retry = '{}' WHERE id = $1",
+    ),
+    "a time-out that is no number": (
+        "UPDATE endpoint SET total_timeout_s = 'NaN' WHERE id = $1",
+        "UPDATE endpoint SET total_timeout_s = 1 WHERE id = $1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+async def test_an_endpoint_that_cannot_be_used_waits_alone(database: Database, what: str) -> None:
+    broken, mended = UNUSABLE[what]
+    bad = await add_endpoint(database, "bad")
+    await add_endpoint(database, "good")
+    await fetchval(database, broken, bad.id)
+    held = Held()
+    await publish(database, "a")
+    async with running(database, held.network):
+        await until(lambda: held.got("good") == ["a"])
+        assert held.got("bad") == []
+        await _change(database, mended, bad.id)
+        await until(lambda: held.got("bad") == ["a"])
+        # It may also break while it is in use.
+        await _change(database, broken, bad.id)
+        await publish(database, "b")
+        await until(lambda: held.got("good") == ["a", "b"])
+    assert await exceptions(database) == {}
+
+
+async def test_an_endpoint_that_cannot_be_used_can_be_removed(database: Database) -> None:
+    bad = await add_endpoint(database, "bad")
+    await fetchval(database, "UPDATE endpoint SET retry = '[1]' WHERE id = $1", bad.id)
+    await publish(database, "a")
+    async with running(database, Network()):
+        await until(lambda: fetchval(database, "SELECT last_seq FROM lane_counter"))
+        await _remove(database, "bad")
+        sql = "SELECT state = 'removed' FROM endpoint"
+        await until(lambda: fetchval(database, sql))
+    assert await exceptions(database) == {}
+
+
+async def test_a_lane_with_a_hole_stops_alone(database: Database) -> None:
+    bad = await add_endpoint(database, "bad")
+    await add_endpoint(database, "good")
+    held = Held("bad", "good")
+    await publish(database, "a", "b", "c")
+    async with killed_at_the_end(database, held.network):
+        await until(lambda: len(held.network.sent) == 2)
+    await fetchval(
+        database,
+        "DELETE FROM delivery d USING lane l "
+        "WHERE l.id = d.lane_id AND l.endpoint_id = $1 AND d.seq = 2",
+        bad.id,
+    )
+    held.answered.set()
+    async with running(database, held.network):
+        await until(lambda: held.got("good") == ["a", "b", "c"])
+        await publish(database, "d")
+        await until(lambda: held.got("good") == ["a", "b", "c", "d"])
+        assert held.got("bad") == ["a"]
+
+
+async def test_large_payloads_are_read_in_small_helpings(database: Database) -> None:
+    endpoint = await add_endpoint(database)
+    network = Network()
+    rng = random.Random(1)
+    payloads = [rng.randbytes(100_000).hex() for _ in range(30)]
+    async with running(database, network):
+        await publish(database, *payloads)
+        await until(lambda: len(network.accepted) == 30)
+    assert network.data() == payloads
+    store = LaneStore(await database.connect(**SESSION))
+    lanes = await store.lanes([endpoint.id])
+    for bytes_max, count in ((1, 1), (500_000, 3), (1 << 30, 30)):
+        rows = await store.deliveries(lanes, [0], [0], 32, bytes_max)
+        assert [d.seq for d in rows[lanes[0].id]] == list(range(1, count + 1))
+
+
+# ------------------------------------------------------------- slow receivers
+
+
+async def test_a_removal_that_waits_for_a_receiver_holds_up_nobody_else(
+    database: Database,
+) -> None:
+    await add_endpoint(database, "slow")
+    await add_endpoint(database, "old")
+    held = Held("slow")
+    async with running(database, held.network):
+        await publish(database, "a")
+        await until(lambda: len(held.network.sent) == 2)
+        await _remove(database, "slow")
+        sql = "SELECT count(*) FROM ownership WHERE replica_id IS NULL"
+        await add_endpoint(database, "new")
+        await until(lambda: _is(database, sql, 0))
+        await publish(database, "b")
+        await until(lambda: held.got("new") == ["b"])
+        assert await fetchval(database, "SELECT state FROM endpoint WHERE name = 'slow'") == (
+            "removing"
+        )
+        held.answered.set()
+        await until(lambda: _is(database, "SELECT count(*) FROM dead_letter", 0))
+        sql = "SELECT state = 'removed' FROM endpoint WHERE name = 'slow'"
+        await until(lambda: fetchval(database, sql))
+    assert held.got("slow") == ["a"]
+    assert await exceptions(database) == {}
+
+
+async def test_a_removal_that_waits_for_a_receiver_does_not_hold_up_a_stop(
+    database: Database,
+) -> None:
+    await add_endpoint(database, "slow")
+    held = Held("slow")
+    async with running(database, held.network, drain_s=0.2) as relay:
+        await publish(database, "a", "b")
+        await until(lambda: held.network.sent)
+        await _remove(database, "slow")
+        # Who takes this one has also seen the removal.
+        await add_endpoint(database, "new")
+        await until(lambda: _is(database, "SELECT count(replica_id)::int FROM ownership", 2))
+        relay.stop()
+    assert await fetchval(database, "SELECT count(*) FROM replica") == 0
+    async with running(database, held.network):
+        sql = "SELECT state = 'removed' FROM endpoint WHERE name = 'slow'"
+        await until(lambda: fetchval(database, sql))
+    sql = "SELECT (seq, to_seq, reason)::text FROM dead_letter"
+    assert await fetchval(database, sql) == "(1,2,removed)"
+    assert await exceptions(database) == {}
+
+
+async def test_slow_receivers_do_not_keep_the_others_from_moving(database: Database) -> None:
+    for n in range(8):
+        await add_endpoint(database, f"e{n}")
+    slow = [f"e{n}" for n in range(4)]
+    first, second = Held(*slow), Held(*slow)
+    owners = "SELECT count(DISTINCT replica_id) FROM ownership WHERE replica_id IS NOT NULL"
+    async with running(database, first.network, drain_s=0.1):
+        await publish(database, "a")
+        await until(lambda: len(first.network.sent) == 8)
+        # Half of them are in flight there; whatever else moves does not wait for them.
+        async with running(database, second.network, drain_s=0.1):
+            await until(lambda: _is(database, owners, 2))
+            await publish(database, "b")
+            both = [first, second]
+            await until(
+                lambda: all(
+                    sorted(d for h in both for d in h.got(f"e{n}")) == ["a", "b"]
+                    for n in range(4, 8)
+                )
+            )
+            assert second.network.accepted
+
+
+async def _is(database: Database, sql: str, wanted: object) -> bool:
+    return await fetchval(database, sql) == wanted
+
+
+# -------------------------------------------------------------------- replays
+
+
+async def _replay(database: Database) -> None:
+    async with database.connection(**SESSION) as connection:
+        await dead.replay(connection, "relay", dead.Selection(everything=True), actor="test")
+
+
+async def test_a_replay_that_dies_again_can_be_replayed_again(database: Database) -> None:
+    await add_endpoint(database, lanes=3)
+    network = Network(lambda _: REFUSED)
+    alone = "SELECT count(*)::int FROM dead_letter"
+    async with running(database, network):
+        await publish(database, "a", key="k")
+        await until(lambda: _is(database, alone, 1))
+        await _replay(database)
+        await until(lambda: _is(database, alone, 2))
+        network.script = lambda _: OK
+        # The event itself may be gone by now: the dead letter has a copy.
+        await fetchval(database, "DELETE FROM outbox")
+        await _replay(database)
+        await until(lambda: network.accepted)
+    first, second, third = network.sent
+    assert [s.seq for s in network.sent] == [1, 2, 3]
+    assert [s.previous_seq for s in network.sent] == [0, 0, 0]
+    assert len({s.lane for s in network.sent}) == len({s.delivery for s in network.sent}) == 1
+    assert first.body.get("replay_of") is None
+    assert second.body["replay_of"] == {"lane": first.lane, "sequence": 1}
+    assert third.body["replay_of"] == {"lane": first.lane, "sequence": 2}
+    assert {**third.body, "replay_of": 0, "sequence": 0} == {
+        **second.body,
+        "replay_of": 0,
+        "sequence": 0,
+    }
+
+
+async def test_a_removal_ends_a_replay_that_is_waiting_or_under_way(database: Database) -> None:
+    await add_endpoint(database, "e", retry={**QUICK_RETRY, "base_s": 60.0, "cap_s": 60.0})
+    network = Network(lambda _: REFUSED)
+    async with killed_at_the_end(database, network):
+        await publish(database, "a", "b")
+        await until(lambda: _is(database, "SELECT count(*)::int FROM dead_letter", 2))
+        network.script = lambda _: BUSY
+        await _replay(database)
+        await until(lambda: fetchval(database, "SELECT head_seq FROM lane_progress"))
+    # Nobody sequences now: this one waits.
+    await fetchval(database, "UPDATE dead_letter SET state = 'dead' WHERE seq = 1")
+    await _replay(database)
+    await _remove(database, "e")
+    async with running(database, network):
+        sql = "SELECT state = 'removed' FROM endpoint"
+        await until(lambda: fetchval(database, sql))
+    sql = "SELECT array_agg((seq, to_seq, state, reason)::text ORDER BY seq) FROM dead_letter"
+    assert await fetchval(database, sql) == [
+        "(1,1,dead,refused)",
+        "(2,2,replaying,refused)",
+        "(3,4,dead,removed)",
+    ]
+    assert await fetchval(database, "SELECT count(*) FROM replay WHERE batch IS NULL") == 0
+    assert await exceptions(database) == {}
+
+
+# ------------------------------------------------------------- never a pause
+
+
+class Replica:
+    """A registered replica that owns the only endpoint's one lane."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    async def start(self, endpoint_id: UUID) -> Replica:
+        replicas = ReplicaStore(await self.database.connect(**SESSION))
+        self.id = await replicas.register("test", "0", 60)
+        self.epochs = await replicas.claim(self.id, [endpoint_id], "test")
+        (self.epoch,) = self.epochs.values()
+        self.connection = await self.database.connect(**SESSION)
+        lane_id = await fetchval(self.database, "SELECT id FROM lane")
+        self.lane = Lane(lane_id, Progress(), (), 10**9, 0)
+        return self
+
+
+class NeverIdle(RecordStore):
+    """While a group is being written the next success arrives, always."""
+
+    recorder: Recorder
+    replica: Replica
+    seq = 0
+
+    async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
+        self.arrive()
+        await super().write(records, epochs)
+
+    def arrive(self) -> None:
+        self.seq += 1
+        row = AttemptRow(1, self.seq, 1, "delivered", 204, None, 1.0, 0.001)
+        lane = self.replica.lane
+        self.recorder.add(lane, self.replica.epoch, Record(lane.id, self.seq, row))
+
+
+async def _never_idle(database: Database) -> tuple[NeverIdle, asyncio.Task[None]]:
+    endpoint = await add_endpoint(database)
+    replica = await Replica(database).start(endpoint.id)
+    store = NeverIdle(replica.connection, replica.id)
+    store.replica = replica
+    store.recorder = Recorder(store, 0.0, lambda: 60.0, lambda: [(replica.lane, replica.epoch)])
+    store.arrive()
+    return store, asyncio.create_task(store.recorder.run())
+
+
+async def test_checkpoints_are_written_under_a_load_without_a_pause(database: Database) -> None:
+    store, task = await _never_idle(database)
+    await until(lambda: fetchval(database, "SELECT acked_seq > 0 FROM lane_progress"), 5)
+    assert not task.done()
+    task.cancel()
+    assert store.seq > 1
+
+
+async def test_who_waits_for_the_recorder_waits_for_what_came_before(database: Database) -> None:
+    store, task = await _never_idle(database)
+    await until(lambda: store.seq > 5)
+    before = store.seq
+    async with asyncio.timeout(5):
+        await store.recorder.flushed()
+    assert await fetchval(database, "SELECT max(seq) FROM attempt") >= before
+    assert not task.done()
+    task.cancel()
+
+
+async def test_nobody_who_gives_up_waiting_disturbs_a_lane(database: Database) -> None:
+    endpoint = await add_endpoint(database)
+    replica = await Replica(database).start(endpoint.id)
+    store = RecordStore(replica.connection, replica.id)
+    lane = replica.lane
+    recorder = Recorder(store, 0.0, lambda: 60.0, lambda: [(lane, replica.epoch)])
+    row = AttemptRow(1, 1, 1, "retry", 503, None, 1.0, 0.001)
+    record = Record(lane.id, 1, row, Progress(0, 0, 1, 1, 1, 1.0, 2.0, {}))
+    writing = asyncio.create_task(recorder.write(lane, replica.epoch, record))
+    impatient = asyncio.create_task(recorder.flushed())
+    await asyncio.sleep(0)
+    impatient.cancel()
+    await asyncio.wait([impatient])
+    task = asyncio.create_task(recorder.run())
+    async with asyncio.timeout(5):
+        await writing
+    task.cancel()
+
+
+# ---------------------------------------------------------------- bad moments
+
+
+async def test_news_for_a_dispatcher_that_is_ending_is_no_error(database: Database) -> None:
+    endpoint = await add_endpoint(database, lanes=2)
+    for n in range(8):
+        await publish(database, n, key=f"k{n}")
+    replicas = ReplicaStore(await database.connect(**SESSION))
+    me = await replicas.register("test", "0", 60)
+    epochs = await replicas.claim(me, [endpoint.id], "test")
+    async with killed_at_the_end(database, Network(), notify=False):
+        await until(lambda: _is(database, "SELECT sum(last_seq)::int FROM lane_counter", 8))
+
+    ending, ended = asyncio.Event(), asyncio.Event()
+    lease_left_s = 60.0
+
+    async def hang(_: Sent) -> Answer:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # Closing takes a moment, in which the rest of the session goes on.
+            ending.set()
+            await ended.wait()
+        return OK
+
+    network = Network(hang)
+    store = LaneStore(await database.connect(**SESSION))
+    recorder = Recorder(RecordStore(await database.connect(**SESSION), me), 0.0, lambda: 60.0, list)
+    dispatcher = Dispatcher(store, recorder, network, lambda: lease_left_s, 10)
+    lanes = await store.lanes([endpoint.id])
+    known = {e.id: e for e in await store.endpoints([endpoint.id])}
+    running_task = asyncio.create_task(dispatcher.run())
+    first, second = sorted(lanes, key=lambda lane: lane.id)
+    dispatcher.adopt([first], known, epochs, 0)
+    await until(lambda: network.sent)
+    lease_left_s = 0.0
+    dispatcher.adopt([second], known, epochs, 0)
+    await ending.wait()
+    dispatcher.offer({first.id: first.last_seq + 1, second.id: second.last_seq + 1})
+    ended.set()
+    with pytest.raises(ExceptionGroup) as caught:
+        await running_task
+    assert caught.group_contains(Fenced)
+    # Nothing is left that would wake up hours later.
+    dispatcher.offer({second.id: second.last_seq + 2})
+
+
+async def test_a_cancelled_wait_for_a_server_out_of_reach_ends(database: Database) -> None:
+    """… although a clean-up would like to talk to it once more."""
+    frozen = asyncio.Event()
+    socket = str(database.server.embedded.socket_dir / ".s.PGSQL.5432")
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+
+    async def through(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """To the database and back, until it freezes; who comes later gets through."""
+        there, back = await asyncio.open_unix_connection(socket)
+        pumps = [asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer))]
+        freezes = asyncio.create_task(asyncio.Event().wait() if frozen.is_set() else frozen.wait())
+        try:
+            done, _ = await asyncio.wait([*pumps, freezes], return_when=asyncio.FIRST_COMPLETED)
+            if freezes in done:
+                for each in pumps:
+                    each.cancel()
+                await asyncio.Event().wait()
+        finally:
+            for each in (*pumps, freezes):
+                each.cancel()
+            back.close()
+
+    # Maintenance wants to cut a partition, and waits for a producer.
+    await fetchval(database, "SELECT setval('outbox_id_seq', 1000005)")
+    producer = await database.connect(**SESSION)
+    await producer.execute("BEGIN; INSERT INTO outbox (type, payload) VALUES ('a.b', '0')")
+    async with listening(through) as port:
+        dsn = f"postgresql://postgres@127.0.0.1:{port}/{database.name}"
+        async with running(SimpleNamespace(dsn=dsn), Network()):
+            waiting = "SELECT count(*) FROM pg_stat_activity WHERE query LIKE '%CONCURRENTLY%' "
+            await until(lambda: fetchval(database, waiting + "AND wait_event_type = 'Lock'"))
+            frozen.set()
+            await until(lambda: fetchval(database, "SELECT max(id) >= 2 FROM replica"), 15)
+        await producer.execute("ROLLBACK")
+
+
+REFUSALS = {
+    "attempt": "disk_full",
+    "lane_progress": "lock_not_available",
+    "dead_letter": "query_canceled",
+    "delivery": "serialization_failure",
+    "batch": "idle_in_transaction_session_timeout",
+    "lane_counter": "out_of_memory",
+    "ownership": "deadlock_detected",
+    "journal": "disk_full",
+}
+
+
+@pytest.mark.parametrize("table", REFUSALS)
+async def test_what_the_database_refuses_now_and_then_is_done_later(
+    database: Database, table: str
+) -> None:
+    await add_endpoint(database, lanes=2)
+    # A sequence, because the failing transaction takes everything else back.
+    async with database.connection(**SESSION) as connection:
+        await connection.execute(f"""
+            CREATE SEQUENCE calls;
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+            DECLARE n bigint := nextval('relay.calls');
+            BEGIN
+                IF n IN (2, 3, 5, 9) THEN
+                    RAISE EXCEPTION 'no' USING ERRCODE = '{REFUSALS[table]}';
+                END IF;
+                RETURN NULL;
+            END $$;
+            CREATE TRIGGER refuse AFTER INSERT OR UPDATE ON {table}
+                FOR EACH STATEMENT EXECUTE FUNCTION refuse()""")
+    network = Network(lambda s: REFUSED if s.seq == 3 else BUSY if s.attempt < 2 else OK)
+    async with running(database, network):
+        for n in range(16):
+            await publish(database, n, key=f"k{n}")
+        await all_ended(database)
+        for n in range(16, 20):
+            await publish(database, n, key=f"k{n}")
+        await all_ended(database)
+    for lane in {s.lane for s in network.accepted}:
+        first_arrivals = list(dict.fromkeys(s.seq for s in network.accepted if s.lane == lane))
+        assert first_arrivals == sorted(first_arrivals)
+        for s in network.accepted:
+            assert s.previous_seq == s.seq - 1 - (s.seq == 4)
+    assert await fetchval(database, "SELECT last_value FROM calls") > 1
+    assert await exceptions(database) == {}
+
+
+async def test_a_database_that_commits_without_the_disk_is_made_to_wait_for_it(
+    database: Database,
+) -> None:
+    """… and one whose transactions are of another isolation is no trouble."""
+    for setting in (
+        "synchronous_commit = off",
+        "default_transaction_isolation = 'serializable'",
+        "default_transaction_read_only = on",
+        "statement_timeout = '100ms'",
+        "lock_timeout = '1ms'",
+        "idle_session_timeout = '200ms'",
+    ):
+        name = database.name
+        await database.server.execute(f"ALTER DATABASE {name} SET {setting}")
+    network = Network(lambda sent: REFUSED if sent.seq % 7 == 0 else OK)
+    async with database.connection(**SESSION) as connection:
+        for setting in ("default_transaction_read_only", "statement_timeout", "lock_timeout"):
+            await connection.execute(f"SET {setting} = 0")
+        await connection.execute("SET idle_session_timeout = 0")
+        await endpoints.add(connection, "relay", name="e", url="http://r.test/e", actor="test")
+        async with running(database, network):
+            for n in range(30):
+                await connection.execute(
+                    "INSERT INTO outbox (type, payload) VALUES ('a.b', $1)", str(n)
+                )
+                await until(lambda n=n: len(network.sent) == n + 1)
+            replicas = await connection.fetchval("SELECT max(id) FROM replica")
+            batches = await connection.fetchval("SELECT count(*) FROM batch")
+    assert replicas == 1
+    assert batches > 1
