@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
+import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from outbox.cli.common import json_option
-from outbox.cli.output import emit_json
+from outbox.cli.output import emit_json, style
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from outbox.demo.run import Result
 
 
@@ -53,13 +57,24 @@ def command(events: int, seed: int | None, major: int | None, as_json: bool) -> 
 
     tell("starting PostgreSQL, three receivers and a relay …")
     chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    result = asyncio.run(run(events, chosen, major, live=live, tell=tell))
+    result = asyncio.run(_until_told(run(events, chosen, major, live=live, tell=tell)))
     if as_json:
         _emit(result)
     else:
         _show(result)
     if not result.proof.good:
         raise click.exceptions.Exit(1)
+
+
+async def _until_told(demo: Coroutine[Any, Any, Result]) -> Result:
+    """Run the demo; a closed terminal or SIGTERM takes it down as Ctrl-C does."""
+    running = asyncio.ensure_future(demo)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _emit(result: Result) -> None:
@@ -104,19 +119,19 @@ def _show(result: Result) -> None:
     ]
     click.echo()
     for name, value, meaning, good in rows:
-        mark = (
-            " " if good is None else click.style("✓", "green") if good else click.style("✗", "red")
-        )
-        click.echo(f"  {mark} {name:<16} {value:>9,}   {click.style(meaning, dim=True)}")
+        mark = " " if good is None else style("✓", fg="green") if good else style("✗", fg="red")
+        click.echo(f"  {mark} {name:<16} {value:>9,}   {style(meaning, dim=True)}")
     killed = f"{result.kills} kill -9 of the relay" if result.kills else "no kill"
     click.echo(
         f"\nPostgreSQL {result.postgres}, {killed}, {result.seconds:.1f} s, seed {result.seed}"
     )
     if proof.good:
+        # Behind run.py the command is not on the path.
+        outbox = "outbox" if shutil.which("outbox") else "python3 run.py outbox"
         click.echo(
             "\nNext, with a database of yours:\n"
             "  export OUTBOX_DSN=postgresql://localhost/app\n"
-            "  outbox migrate\n"
-            "  outbox endpoint add billing https://example.com/hooks --type 'order.*'\n"
-            "  outbox relay"
+            f"  {outbox} migrate\n"
+            f"  {outbox} endpoint add billing https://example.com/hooks --type 'order.*'\n"
+            f"  {outbox} relay"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,8 @@ def configure(settings: Settings) -> None:
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     if human:
-        processors.append(structlog.dev.ConsoleRenderer())
+        colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        processors.append(structlog.dev.ConsoleRenderer(colors=colors))
         factory: Any = structlog.PrintLoggerFactory(sys.stderr)
     else:
         processors += [

@@ -18,9 +18,11 @@ a gap whose row is already visible.  Hence:
 
 * holders of a gap known before a batch are captured before its read; those of
   a gap that the read itself uncovers, after it;
-* an old gap may be left out of a read only while all its holders are still
-  there after that read; otherwise it is read again with the gap, before
-  anything is sequenced;
+* an old gap may be left out of a read only if all its holders are *running*
+  after that read, which is to say that a later snapshot still takes them for
+  unfinished; otherwise it is read again with the gap, before anything is
+  sequenced.  (The lock alone does not tell: rows are visible before it is let
+  go, and behind a COMMIT PREPARED that drops tables, for a long time.)
 * a read that was cut says nothing about ids at or beyond its last one: gaps
   there stay due;
 * a gap becomes old only after a read that began after its holders were
@@ -44,7 +46,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 Range: TypeAlias = tuple[int, int]
 """Ids from the first to the second, both included."""
@@ -105,11 +107,11 @@ class GapTracker:
 
     One batch, in one READ COMMITTED transaction that holds the cursor row:
 
-        tracker.begin(state, holders)           # holders: before the read
+        tracker.begin(state, holders, now)      # holders: before the read
         while True:
             ids = read(tracker.high, tracker.ranges(), limit)
             after = look()                      # holders: after the read
-            if tracker.complete(after): break
+            if not tracker.left_out or tracker.complete(running()): break
         step = tracker.close(ids, cut, after, now)
         … write step, commit …
         tracker.committed(step)
@@ -118,47 +120,56 @@ class GapTracker:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[Range, _Gap] = {}
-        self._gaps: list[_Gap] = []
-        self._due: set[Range] = set()
-        self._before: Holders = frozenset()
         self.high = 0
+        # Whether the gaps below are those of the tables; see `forget`.
+        self._known = False
+        self._young: dict[Range, _Gap] = {}
+        # By their holders, so that a batch looks at a few sets of holders and
+        # not at each of a hundred thousand gaps.
+        self._old: dict[Holders | None, dict[Range, _Gap]] = {}
+        self._due: set[Holders | None] = set()
+        self._before: Holders = frozenset()
 
     def forget(self) -> None:
-        """Drop all holders: someone else wrote, or a commit is in doubt."""
-        self._memory = {}
+        """Drop everything: someone else wrote, or a commit is in doubt."""
+        self._known = False
 
     # ------------------------------------------------------------ one batch
 
     def begin(self, state: CursorState, before: Holders, now: float) -> None:
-        """Start a batch from the tables' state and the holders of this moment."""
+        """Start a batch.
+
+        Args:
+            state: the tables; who remembers the last batch has them in memory,
+                and looks at `high` alone.
+            before: the holders of this moment.
+            now: monotonic seconds.
+        """
         self.high = state.high
         self._before = before
-        self._gaps = []
-        self._due = set()
-        for ranges, old in ((state.young, False), (state.old, True)):
-            for lo, hi in ranges:
-                known = self._memory.get((lo, hi))
-                if known is None or known.old != old:
-                    known = _Gap(lo, hi, old, None, now)
-                self._gaps.append(known)
-                # Without holders: nobody has looked yet, or nobody is left.
-                if not old or not known.holders or self._one_ended(known.holders, before):
-                    self._due.add(known.range)
+        if not self._known:
+            self._young = {r: _Gap(*r, False, None, now) for r in state.young}
+            self._old = {None: {r: _Gap(*r, True, None, now) for r in state.old}}
+            self._known = True
+        # Without holders: nobody has looked yet, or nobody is left.
+        self._due = {h for h in self._old if not h or self._one_ended(h, before)}
 
     def ranges(self) -> list[Range]:
         """The gaps to read besides everything above `high`."""
-        return sorted(self._due)
+        return sorted(gap.range for gap in self._to_read())
 
-    def complete(self, after: Holders) -> bool:
-        """Whether the read may be used; if not, read again with more ranges."""
-        late = {
-            g.range
-            for g in self._gaps
-            if g.range not in self._due
-            and g.holders is not None
-            and self._one_ended(g.holders, after)
-        }
+    @property
+    def left_out(self) -> bool:
+        """Whether a gap is left out of the read, so that `complete` has to be asked."""
+        return len(self._due) < len(self._old)
+
+    def complete(self, running: Holders) -> bool:
+        """Whether the read may be used; if not, read again with more ranges.
+
+        `running`: the holders that a snapshot taken after the read takes for
+        unfinished, so that the read saw none of their rows.
+        """
+        late = {h for h in self._old if h not in self._due and h and self._one_ended(h, running)}
         self._due |= late
         return not late
 
@@ -176,10 +187,7 @@ class GapTracker:
         found: list[int] = []
         dead: list[Range] = []
         kept: list[_Gap] = []
-        for gap in self._gaps:
-            if gap.range not in self._due:
-                kept.append(gap)
-                continue
+        for gap in self._to_read():
             hits = ids[bisect_left(ids, gap.lo) : bisect_right(ids, gap.hi)]
             found.extend(hits)
             for lo, hi in _without(gap.range, hits):
@@ -192,8 +200,13 @@ class GapTracker:
         return self._step(high, kept, found, dead)
 
     def committed(self, step: Step) -> None:
-        """The batch is durable (or changed nothing): remember its holders."""
-        self._memory = step.memory
+        """The batch is durable (or changed nothing): remember its gaps."""
+        self._young = {}
+        for holders in self._due:
+            del self._old[holders]
+        for gap in step.memory.values():
+            gaps = self._old.setdefault(gap.holders, {}) if gap.old else self._young
+            gaps[gap.range] = gap
 
     # ------------------------------------------------------------ the rules
 
@@ -225,11 +238,15 @@ class GapTracker:
     def _still_there(holders: Holders, present: Holders) -> Holders:
         return frozenset(h for h in present if h in holders or h.startswith("-1/"))
 
+    def _to_read(self) -> Iterator[_Gap]:
+        yield from self._young.values()
+        for holders in self._due:
+            yield from self._old[holders].values()
+
     def _step(self, high: int, kept: list[_Gap], found: list[int], dead: list[Range]) -> Step:
         young = tuple(sorted(g.range for g in kept if not g.old))
         old = {g.range for g in kept if g.old}
-        old_before = {g.range for g in self._gaps if g.old}
-        young_before = sorted(g.range for g in self._gaps if not g.old)
+        old_before = {g.range for g in self._to_read() if g.old}
         return Step(
             high=high,
             young=young,
@@ -237,7 +254,7 @@ class GapTracker:
             dead=tuple(sorted(dead)),
             old_closed=tuple(sorted(old_before - old)),
             old_opened=tuple(sorted(old - old_before)),
-            moved=high != self.high or list(young) != young_before or old != old_before,
+            moved=high != self.high or {*young} != self._young.keys() or old != old_before,
             memory={g.range: g for g in kept},
         )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outbox.demo.stage import Stage
     from outbox.store.endpoints import LaneRow
 
-BAR_CELLS = 24
+BAR_CELLS = 16
 BAR_FULL = 60
 """How many waiting deliveries fill the bar."""
 
@@ -55,12 +55,13 @@ def picture(stage: Stage, books: Books, lanes: list[Shown], moment: str) -> Rend
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("endpoint", "lane"):
-        table.add_column(heading)
-    table.add_column("waiting", width=BAR_CELLS + 6)
-    table.add_column("delivered", justify="right")
-    table.add_column("head of the lane", width=46, no_wrap=True)
+    table = Table(box=None, pad_edge=False, header_style="dim", expand=True)
+    table.add_column("endpoint", min_width=8, no_wrap=True)
+    table.add_column("lane", min_width=4, no_wrap=True)
+    table.add_column("waiting", min_width=BAR_CELLS + 6, no_wrap=True)
+    table.add_column("delivered", min_width=9, justify="right", no_wrap=True)
+    # What is left of the line; a narrow terminal shows less of it.
+    table.add_column("head of the lane", ratio=1, no_wrap=True, overflow="ellipsis")
     last = ""
     for one in lanes:
         name = one.endpoint if one.endpoint != last else ""
@@ -107,7 +108,7 @@ def _head(one: Shown) -> RenderableType:
     said = answer.get("status") or answer.get("failure") or "no answer"
     left_s = max(lane.next_attempt_at.timestamp() - time.time(), 0.0)
     return Text(
-        f"number {lane.acked_seq + 1}: {said}, attempt {lane.attempts}, again in {left_s:.1f} s",
+        f"{said}, again in {left_s:.1f} s (number {lane.acked_seq + 1}, attempt {lane.attempts})",
         "yellow",
     )
 

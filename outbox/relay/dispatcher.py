@@ -324,6 +324,7 @@ class Dispatcher:
             attempt=send.attempt,
             status=answer.status,
             failure=answer.failure and answer.failure.value,
+            detail=answer.detail or None,
             verdict=verdict.name.lower(),
             retry_in_s=None if next_at is None else round(max(next_at - self._now(), 0.0), 3),
         )

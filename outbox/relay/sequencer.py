@@ -11,6 +11,7 @@ sleeper looks each `poll_s`.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -111,18 +112,21 @@ class Sequencer:
     async def run(self) -> None:
         """Sequence until stopped; asyncpg's errors end it."""
         clock = asyncio.get_running_loop().time
-        await self._checked()
         moved_at = clock()
+        checked = False
         while not self._stopping:
             try:
+                if not checked:
+                    await self._store.check()
+                    checked = True
                 turn = await self.turn()
                 rested = clock() - moved_at > LINGER_S
                 if turn is Turn.IDLE and self._notified and rested and not self._asleep_until:
                     turn = await self._fall_asleep()
             except CursorBroken as broken:
+                checked = False
                 log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
-                await self._bell.wait(BROKEN_RETRY_S)
-                await self._checked()
+                await self._pause(BROKEN_RETRY_S)
                 continue
             if turn is Turn.MOVED:
                 moved_at = clock()
@@ -138,11 +142,12 @@ class Sequencer:
         self._stopping = True
         self._bell.ring()
 
-    async def _checked(self) -> None:
-        try:
-            await self._store.check()
-        except CursorBroken as broken:
-            log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
+    async def _pause(self, seconds: float) -> None:
+        """Wait, although producers go on ringing; only `stop` ends it sooner."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + seconds
+        while not self._stopping and (left_s := until - clock()) > 0:
+            await self._bell.wait(left_s)
 
     async def _fall_asleep(self) -> Turn:
         """Set the flag, look at who is in flight, read once more."""
@@ -156,7 +161,8 @@ class Sequencer:
     async def _sleep(self) -> None:
         """Wait for a ring, the end of a watched producer, or the next look."""
         clock = asyncio.get_running_loop().time
-        look_at = clock() + self._settings.poll_s
+        renew_at = self._asleep_until - ASLEEP_S / 2 if self._asleep_until else math.inf
+        look_at = min(clock() + self._settings.poll_s, renew_at)
         step_s = WATCH_MIN_S
         while True:
             left_s = look_at - clock()
@@ -172,7 +178,7 @@ class Sequencer:
                 self._watched = remaining
                 break
             step_s = min(step_s * 2, WATCH_MAX_S)
-        if self._asleep_until and clock() > self._asleep_until - ASLEEP_S / 2:
+        if clock() >= renew_at:
             self._asleep_until = 0.0  # The flag is about to run out: set it anew.
 
     # ------------------------------------------------------------ one batch
@@ -188,7 +194,8 @@ class Sequencer:
         try:
             lock = await self._store.lock()
             if lock is None:
-                self._watched = frozenset()
+                # Whoever was watched still is: they do not notify, and the one
+                # that holds the cursor need not know of them.
                 await transaction.rollback()
                 return Turn.NOT_MINE
             if fall_asleep:
@@ -243,7 +250,7 @@ class Sequencer:
             events = await store.read(state.high, tracker.ranges(), limit)
             after = await store.look()
             self._plausible(state, events, after)
-            if tracker.complete(after.holders):
+            if not tracker.left_out or tracker.complete(await store.running()):
                 break
         fits = self._router.cut(events, self._settings.batch_deliveries_max)
         cut = len(events) == limit or fits < len(events)

@@ -28,8 +28,9 @@ _MATCHES = r"""(
 # In which batch every committed event was sequenced: as a late one, or when
 # the cursor passed it.  Ids in open gaps are not sequenced yet.
 # width_bucket finds the batch by binary search; a join would be quadratic.
+# MATERIALIZED, or the batch is worked out anew for every subscription.
 _SEQUENCED = """
-late AS (
+late AS MATERIALIZED (
     SELECT b.batch, generate_series(lower(r), upper(r) - 1) AS id
       FROM batch b, unnest(b.found) r),
 open AS (
@@ -39,7 +40,7 @@ open AS (
 passed AS (
     SELECT array_agg(high ORDER BY high) AS highs, array_agg(batch ORDER BY high) AS batches
       FROM (SELECT high, min(batch) AS batch FROM batch GROUP BY high) first),
-sequenced AS (
+sequenced AS MATERIALIZED (
     SELECT o.id,
            coalesce(late.batch, passed.batches[width_bucket(o.id - 1, passed.highs) + 1]) AS batch
       FROM passed

@@ -53,6 +53,23 @@ SELECT virtualtransaction FROM pg_locks
    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 
+# Which of the holders are *running*: have a transaction that this statement's
+# snapshot still takes for unfinished, so that a read before it saw none of its
+# rows.  The lock on the sequence does not tell, because a transaction's rows
+# are visible before its locks are let go.  Ids in pg_locks have 32 bits; what
+# is "at or after xmax" among them is decided modulo 2^32.
+READ_RUNNING = """
+WITH here AS MATERIALIZED (
+    SELECT pg_snapshot_xmax(s)::text::bigint & 4294967295 AS xmax,
+           array(SELECT x::text::bigint & 4294967295 FROM pg_snapshot_xip(s) x) AS xip
+      FROM pg_current_snapshot() s)
+SELECT DISTINCT l.virtualtransaction
+  FROM pg_locks l, here
+ WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock'
+   AND (l.transactionid::text::bigint = ANY (here.xip)
+        OR (l.transactionid::text::bigint - here.xmax) & 4294967295 < 2147483648)
+"""
+
 # Gaps and everything above the highest id, in id order.  Ranges as rows: an OR
 # over a multirange would scan the whole table.
 READ_EVENTS = """
@@ -220,6 +237,11 @@ class CursorStore:
         """The sequence, the wake-up flag and the holders after a read."""
         row = await self._db.fetchrow(READ_SEQUENCE, self._sequence_oid)
         return Look(row["last_id"], row["wakeup"], await self.holders())
+
+    async def running(self) -> Holders:
+        """Everyone whose rows no read before this one can have seen."""
+        rows = await self._db.fetch(READ_RUNNING)
+        return frozenset(r["virtualtransaction"] for r in rows)
 
     async def routes(self) -> list[Route]:
         """Every current subscription with its lanes."""

@@ -1,0 +1,308 @@
+"""Replicas that take turns at the cursor, step by step, over `database_model`.
+
+The tracker under test is held to the truth that the database model knows:
+which rows can still appear, and which events of one key were inserted after
+which were committed.  What it does wrong is a `Violation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from outbox.core.gaps import CursorState, GapTracker, Range, Step
+from tests.core.promises import expect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from outbox.core.gaps import Holders
+    from tests.core.database_model import Database, Look, Row
+
+REPLICAS = 2
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What a wrong relay does around the tracker."""
+
+    one_snapshot: bool = False
+    """The batch is REPEATABLE READ: all its statements see the first one's snapshot."""
+    keeps_holders: bool = False
+    """Holders are kept although another replica wrote."""
+    keeps_state: bool = False
+    """The copy of the tables is kept although another replica wrote."""
+    trusts_lost_commits: bool = False
+    """A commit whose outcome is unknown counts as one."""
+    trusts_locks: bool = False
+    """Who holds the lock after a read counts as invisible to it."""
+
+
+NO_FAULTS = Faults()
+
+
+class Replica:
+    """What the sequencer keeps between batches."""
+
+    def __init__(self, tracker: GapTracker) -> None:
+        self.tracker = tracker
+        self.state: CursorState | None = None
+        self.quiet: dict[Range, int] = {}
+        """Old gaps that were read, and the database's `ends` by then."""
+
+    def forget(self) -> None:
+        self.tracker.forget()
+        self.state = None
+        self.quiet.clear()
+
+
+@dataclass
+class Batch:
+    """The transaction that holds the cursor row."""
+
+    me: int
+    state: CursorState
+    snapshot: Mapping[int, Row] | None
+    next: Callable[[Batch, int], None]
+    """The step that comes next; with it, how far the batch is."""
+    look: Look | None = None
+    before: Holders = frozenset()
+    ends_before: int = 0
+    rows: list[Row] = field(default_factory=list)
+    full: bool = False
+    again: bool = False
+    """The first read could not be used."""
+    after: Holders = frozenset()
+    cut: bool = False
+    step: Step | None = None
+
+
+class Cursor:
+    """The relay's tables, and its replicas."""
+
+    def __init__(
+        self,
+        database: Database,
+        tracker: Callable[[], GapTracker] = GapTracker,
+        faults: Faults = NO_FAULTS,
+        limit_max: int = 5,
+    ) -> None:
+        self.database = database
+        self.limit_max = limit_max
+        """How many events a batch reads at most."""
+        self.tables = CursorState()
+        self.writer: int | None = None
+        self.sequenced: set[int] = set()
+        self.replicas = [Replica(tracker()) for _ in range(REPLICAS)]
+        self.batch: Batch | None = None
+        self.now = 0.0
+        self._faults = faults
+
+    def waiting(self) -> list[Row]:
+        """Committed, and not sequenced yet."""
+        return [row for i, row in self.database.visible.items() if i not in self.sequenced]
+
+    # ------------------------------------------------------- what can happen
+
+    def tick(self, tenths: int) -> None:
+        self.now += tenths / 10
+
+    def advance(self, choice: int) -> None:
+        """The next step of the batch under way, or the first of a new one."""
+        if self.batch is None:
+            # Mostly the same replica; one that takes over knows no holders.
+            me = self.writer or 0
+            self._lock(me if choice % 4 else (me + 1) % REPLICAS)
+            return
+        self.batch.next(self.batch, choice)
+
+    def whole_batch(self, me: int | None = None) -> None:
+        """Finish the batch under way, or do a whole one, of the last writer by default."""
+        if self.batch is None:
+            self._lock((self.writer or 0) if me is None else me)
+        while self.batch is not None:
+            self.advance(self.limit_max - 1 if self.batch.next == self._read else 0)
+
+    def lose_batch(self, *, applied: bool) -> None:
+        """The sequencer loses its connection; a commit may have been applied."""
+        b, self.batch = self.batch, None
+        if b is None:
+            return
+        if b.look is not None:
+            self.database.looked(b.look)
+        if b.step is not None and applied:
+            self._apply(b, b.step)
+        if b.step is not None and self._faults.trusts_lost_commits:
+            self._remember(b, b.step)
+        else:
+            self.replicas[b.me].forget()
+
+    def crash(self, skipped: int, *, hidden: bool, applied: bool) -> None:
+        """The server crashes and recovers.
+
+        `hidden`: a pooler stands between, so who has no transaction open does
+        not notice.  `applied`: a commit under way had reached the disk.
+        """
+        self.lose_batch(applied=applied)
+        self.database.crash(skipped)
+        if not hidden:
+            for replica in self.replicas:
+                replica.forget()
+
+    # ------------------------------------------------------------- one batch
+
+    def _lock(self, me: int) -> None:
+        replica, faults = self.replicas[me], self._faults
+        if replica.state is None or self.writer != me:
+            if not faults.keeps_holders:
+                replica.tracker.forget()
+                replica.quiet.clear()
+            if replica.state is None or not faults.keeps_state:
+                replica.state = self.tables
+        snapshot = dict(self.database.visible) if faults.one_snapshot else None
+        self.batch = Batch(me, replica.state, snapshot, self._look_before)
+
+    def _look_before(self, b: Batch, _: int) -> None:
+        b.look = self.database.look()
+        b.ends_before = self.database.ends
+        b.next = self._begin
+
+    def _looked(self, b: Batch, choice: int) -> tuple[Holders, Holders]:
+        """The holders, and those of them that no snapshot until then could see."""
+        assert b.look is not None
+        look, b.look = b.look, None
+        self.database.looked(look)
+        holders = look.holders(choice)
+        return holders, holders if self._faults.trusts_locks else look.running(holders)
+
+    def _begin(self, b: Batch, choice: int) -> None:
+        b.before, _ = self._looked(b, choice)
+        self.replicas[b.me].tracker.begin(b.state, b.before, self.now)
+        b.next = self._read
+
+    def _read(self, b: Batch, choice: int) -> None:
+        replica = self.replicas[b.me]
+        ranges = replica.tracker.ranges()
+        if not b.again:
+            self._expect_no_idle_reads(replica)
+        snapshot = self.database.visible if b.snapshot is None else b.snapshot
+        found = sorted(
+            i
+            for i in snapshot
+            if i > replica.tracker.high or any(lo <= i <= hi for lo, hi in ranges)
+        )
+        limit = 1 + choice % self.limit_max
+        b.rows, b.full = [snapshot[i] for i in found[:limit]], len(found) >= limit
+        b.next = self._look_after
+
+    def _look_after(self, b: Batch, _: int) -> None:
+        b.look = self.database.look()
+        b.next = self._check
+
+    def _check(self, b: Batch, choice: int) -> None:
+        replica = self.replicas[b.me]
+        b.after, running = self._looked(b, choice)
+        if not replica.tracker.left_out or replica.tracker.complete(running):
+            b.next = self._close
+            return
+        b.next, b.again = self._read, True
+        if running == b.after:
+            self._expect_no_idle_reads(replica)
+
+    def _close(self, b: Batch, choice: int) -> None:
+        """`choice`: how many of the events do not fit into the batch's deliveries."""
+        fits = max(len(b.rows) - choice // 3, 1)
+        b.cut = b.full or fits < len(b.rows)
+        b.rows = b.rows[:fits]
+        ids = [row.id for row in b.rows]
+        b.step = self.replicas[b.me].tracker.close(ids, b.cut, b.after, self.now)
+        self._expect_sound(b, b.step)
+        b.next = self._commit
+
+    def _commit(self, b: Batch, _: int) -> None:
+        assert b.step is not None
+        self.batch = None
+        if b.step.moved or self.writer == b.me or b.state.young or b.state.old:
+            self._apply(b, b.step)
+            self._remember(b, b.step)
+
+    def _remember(self, b: Batch, step: Step) -> None:
+        replica = self.replicas[b.me]
+        reached = b.rows[-1].id if b.cut and b.rows else None
+        for gap in replica.tracker.ranges():
+            if b.before and gap in b.state.old and (reached is None or gap[0] <= reached):
+                replica.quiet[gap] = b.ends_before
+        replica.tracker.committed(step)
+        replica.state = self._after(b, step)
+
+    def _apply(self, b: Batch, step: Step) -> None:
+        self.writer = b.me
+        if step.moved:
+            for row in b.rows:
+                expect(row.id not in self.sequenced, f"{row.id} is sequenced twice")
+                overtaken = sorted(row.after - self.sequenced)
+                expect(not overtaken, f"{row.id} overtakes {overtaken} of its key")
+                self.sequenced.add(row.id)
+            self.tables = self._after(b, step)
+
+    @staticmethod
+    def _after(b: Batch, step: Step) -> CursorState:
+        if not step.moved:
+            return b.state
+        old = tuple(sorted({*b.state.old, *step.old_opened} - {*step.old_closed}))
+        return CursorState(b.state.batch + 1, step.high, step.young, old)
+
+    # ---------------------------------------------------------- the promises
+
+    def _expect_sound(self, b: Batch, step: Step) -> None:
+        """What one batch does fits the tables, and the truth."""
+        before, after = b.state, self._after(b, step)
+        ids = [(row.id, row.id) for row in b.rows]
+        if not step.moved:
+            unchanged = (step.high, step.young) == (before.high, before.young)
+            changes = [*ids, *step.found, *step.dead, *step.old_closed, *step.old_opened]
+            expect(unchanged and not changes, "a change would not be written", step)
+        expect(
+            _joined([*before.young, *before.old, (before.high + 1, step.high)])
+            == _joined([*after.young, *after.old, *step.dead, *ids]),
+            "an id vanishes, or stands for two things",
+            (before, step, ids),
+        )
+        expect(set(step.old_closed) <= set(before.old), "there is no such gap to close", step)
+        late = [i for i in ids if i[0] <= before.high]
+        expect(_joined(late) == _joined(step.found), "late ids are not told", step)
+        for row in (*self.database.rows_to_come(), *self.waiting()):
+            lost = [gap for gap in step.dead if gap[0] <= row.id <= gap[1]]
+            expect(not lost, f"{row.id} is declared dead", lost)
+
+    def _expect_no_idle_reads(self, replica: Replica) -> None:
+        """An old gap is read again only if somebody ended since."""
+        ends = self.database.ends
+        idle = [gap for gap in replica.tracker.ranges() if replica.quiet.get(gap) == ends]
+        expect(not idle, "old gaps are read for nothing", idle)
+
+    def expect_everything_ends(self, commits: int) -> None:
+        """When all transactions have ended, soon nothing is open or owed.
+
+        `commits`: which of them commit, see `Database.end_all`.
+        """
+        self.lose_batch(applied=True)
+        self.database.end_all(commits)
+        # Batches full of events, then: holders, the gaps' end, nothing.
+        for _ in range(len(self.waiting()) // self.limit_max + 4):
+            self.whole_batch(me=0)
+        owed = sorted(row.id for row in self.waiting())
+        expect(not owed, "events are never sequenced", owed)
+        expect(not self.tables.young and not self.tables.old, "gaps stay open", self.tables)
+        expect(self.sequenced == set(self.database.visible), "more than was committed")
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """Ranges joined where they touch; those that overlap stay apart, and so differ."""
+    joined: list[Range] = []
+    for lo, hi in sorted(r for r in ranges if r[0] <= r[1]):
+        if joined and joined[-1][1] + 1 == lo:
+            joined[-1] = (joined[-1][0], hi)
+        else:
+            joined.append((lo, hi))
+    return joined

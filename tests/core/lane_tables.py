@@ -1,0 +1,151 @@
+"""What a lane's owners share: the tables, and a receiver that remembers.
+
+Both check what reaches them; what must not be is a `Violation`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from outbox.core.order import LaneOrder, State
+from outbox.core.request import Delivery
+from outbox.core.steps import Gone, Progress
+from tests.core.promises import expect
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.steps import AttemptRow, DeadLetter, Fetch, Record, Send
+
+ENDPOINT = UUID(int=1)
+EPOCH_S = 1_700_000_000.0
+
+
+def delivery(seq: int, batch: int = 1, expires_at: datetime | None = None) -> Delivery:
+    """The event of a number."""
+    return Delivery(
+        endpoint_id=ENDPOINT,
+        lane="lane",
+        seq=seq,
+        batch=batch,
+        outbox_id=100 + seq,
+        event_id=UUID(int=1000 + seq),
+        type="order.paid",
+        tenant=None,
+        key=None,
+        published_at=datetime.fromtimestamp(EPOCH_S, UTC),
+        expires_at=expires_at,
+        payload=b"{}",
+        headers=None,
+    )
+
+
+class Disk:
+    """The tables, written in one statement for each group as the recorder does it."""
+
+    def __init__(self) -> None:
+        self.deliveries: list[Delivery] = []
+        self.erased: set[int] = set()
+        """Numbers whose event is gone."""
+        self.progress = Progress()
+        self.delivered: list[AttemptRow] = []
+        """The successful rows of the attempt log, in the order of their numbers."""
+        self.failed: Counter[int] = Counter()
+        """How many rows of the attempt log say that a number failed."""
+        self.dead: dict[int, DeadLetter] = {}
+        self.folded = Progress()
+        """Checkpoint and tail, as who takes over has to understand them."""
+
+    @property
+    def last_seq(self) -> int:
+        return len(self.deliveries)
+
+    @property
+    def ended(self) -> int:
+        """Every number up to this one has an outcome."""
+        return len(self.delivered) + len(self.dead)
+
+    def read(self, fetch: Fetch, rows: int) -> list[Delivery | Gone]:
+        """The next deliveries, as `READ_DELIVERIES` finds them."""
+        found = [
+            d
+            for d in self.deliveries[fetch.after_seq :]
+            if d.batch >= fetch.floor_batch and d.seq > fetch.after_seq
+        ]
+        return [
+            Gone(ENDPOINT, d.seq, d.batch, d.outbox_id) if d.seq in self.erased else d
+            for d in found[:rows]
+        ]
+
+    def tail(self) -> list[tuple[int, int]]:
+        """What was delivered after the checkpoint."""
+        p = self.progress
+        first = bisect_right(self.delivered, p.acked_seq, key=lambda row: row.seq)
+        return [(r.seq, r.batch) for r in self.delivered[first:] if r.batch >= p.floor_batch]
+
+    def write(self, group: Sequence[Record]) -> None:
+        """Attempts, dead letters and progress of a group, all at once."""
+        for record in group:
+            row = record.attempt
+            if row is not None:
+                batch = self.deliveries[row.seq - 1].batch
+                expect(row.batch == batch, "an attempt is logged in another batch", row)
+                self.failed[row.seq] += row.outcome != "delivered"
+            if record.dead is not None:
+                self._expect_next(record.seq)
+                self.dead[record.seq] = record.dead
+            elif row is not None and row.outcome == "delivered":
+                self._expect_next(record.seq)
+                self.delivered.append(row)
+            if record.progress is not None:
+                self._move(record.progress)
+        self._fold()
+
+    def checkpoint(self, progress: Progress) -> None:
+        """Checkpoints move forward only."""
+        if progress.acked_seq > self.progress.acked_seq:
+            self._move(progress)
+            self._fold()
+
+    def _fold(self) -> None:
+        self.folded = self.progress
+        for seq, batch in self.tail():
+            expect(seq == self.folded.acked_seq + 1, "the log has a hole", seq, self.folded)
+            self.folded = Progress(seq, seq, batch)
+
+    def _expect_next(self, seq: int) -> None:
+        expect(seq > self.ended, f"{seq} has two outcomes")
+        expect(seq == self.ended + 1, f"{seq} ends, and {self.ended + 1} has no outcome")
+
+    def _move(self, p: Progress) -> None:
+        was, self.progress = self.progress, p
+        expect(p.acked_seq <= self.ended, f"{self.ended + 1} is passed without an outcome", p)
+        alive = bisect_right(self.delivered, p.acked_seq, key=lambda row: row.seq)
+        last = self.delivered[alive - 1].seq if alive else 0
+        expect(p.delivered_seq == last, "the last one delivered is another", p)
+        expect(p.acked_seq >= was.acked_seq, "progress moves back", was, p)
+        expect(p.floor_batch >= was.floor_batch, "the floor sinks", was, p)
+        if p.head_seq is not None:
+            expect(p.attempts == self.failed[p.head_seq], "attempts are not what is logged", p)
+            if p.head_seq == was.head_seq:
+                expect(p.first_attempt_at == was.first_attempt_at, "a budget begins anew", p)
+
+
+class Receiver:
+    """Remembers what it got, and checks the order by what receivers are told."""
+
+    def __init__(self) -> None:
+        self.got: dict[int, UUID] = {}
+        self._order = LaneOrder(from_start=True)
+
+    def gets(self, send: Send) -> None:
+        d = send.delivery
+        known = self.got.setdefault(d.seq, d.event_id)
+        expect(known == d.event_id, f"{d.seq} changes its event")
+        seen = self._order.observe(d.seq, send.previous_seq, str(d.outbox_id))
+        expect(not seen.missing, f"{d.seq} comes, and these are missing", seen)
+        expect(self._order.count(State.MISSING) == 0, "something is missing", seen)

@@ -1,0 +1,249 @@
+"""The gap tracker against a reference model of transactions.
+
+`CursorMachine` lets Hypothesis choose what happens between any two steps of a
+batch; `test_random_histories` does the same with a seeded random generator,
+which finds what takes many steps sooner.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from outbox.core.gaps import CursorState, GapTracker
+from tests.core.cursor_model import Cursor
+from tests.core.database_model import Database
+from tests.core.wander import hunt_cursor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.gaps import Holders, Step
+
+choices = st.integers(0, 15)
+which = st.integers(0, 7)
+keys = st.integers(0, 1)
+
+
+class CursorMachine(RuleBasedStateMachine):
+    """Producers and replicas in any order of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.database = Database()
+        self.cursor = Cursor(self.database)
+
+    @initialize(
+        transactions_max=st.integers(2, 6),
+        last_key=keys,
+        prepare_renames=st.booleans(),
+        limit_max=st.integers(1, 5),
+    )
+    def choose_world(
+        self, transactions_max: int, last_key: int, prepare_renames: bool, limit_max: int
+    ) -> None:
+        self.database = Database(
+            transactions_max=transactions_max,
+            keys=1 + last_key,
+            prepare_renames=prepare_renames,
+        )
+        self.cursor = Cursor(self.database, limit_max=limit_max)
+
+    # Producers.
+
+    @rule()
+    def begin(self) -> None:
+        self.database.begin()
+
+    @rule(i=which, key=keys)
+    def insert(self, i: int, key: int) -> None:
+        self.database.insert(i, key)
+
+    @rule(i=which, ids=st.integers(1, 3))
+    def allocate(self, i: int, ids: int) -> None:
+        self.database.allocate(i, ids)
+
+    @rule(key=keys, ids=st.integers(1, 3))
+    def start(self, key: int, ids: int) -> None:
+        self.database.start(key, ids)
+
+    @rule(i=which)
+    def finish(self, i: int) -> None:
+        self.database.finish(i)
+
+    @rule(key=keys)
+    def publish(self, key: int) -> None:
+        self.database.publish(key)
+
+    @rule(i=which)
+    def savepoint(self, i: int) -> None:
+        self.database.savepoint(i)
+
+    @rule(i=which)
+    def rollback_to_savepoint(self, i: int) -> None:
+        self.database.rollback_to_savepoint(i)
+
+    @rule(i=which)
+    def prepare(self, i: int) -> None:
+        self.database.prepare(i)
+
+    @rule(i=which)
+    def commit(self, i: int) -> None:
+        self.database.commit(i)
+
+    @rule(i=which)
+    def release(self, i: int) -> None:
+        self.database.release(i)
+
+    @rule(i=which)
+    def rollback(self, i: int) -> None:
+        self.database.rollback(i)
+
+    @rule(ids=st.sampled_from([1, 32, 1_000_000]))
+    def setval(self, ids: int) -> None:
+        self.database.burn(ids)
+
+    # The relay.
+
+    @rule(choice=choices)
+    def advance(self, choice: int) -> None:
+        self.cursor.advance(choice)
+
+    @rule()
+    def whole_batch(self) -> None:
+        self.cursor.whole_batch()
+
+    @precondition(lambda self: self.cursor.batch is not None)
+    @rule(applied=st.booleans())
+    def lose_batch(self, applied: bool) -> None:
+        self.cursor.lose_batch(applied=applied)
+
+    @rule(tenths=st.sampled_from([1, 11]))
+    def tick(self, tenths: int) -> None:
+        self.cursor.tick(tenths)
+
+    @rule(skipped=st.sampled_from([0, 1, 32]), hidden=st.booleans(), applied=st.booleans())
+    def crash(self, skipped: int, hidden: bool, applied: bool) -> None:
+        self.cursor.crash(skipped, hidden=hidden, applied=applied)
+
+    @rule(commits=choices)
+    def everything_ends(self, commits: int) -> None:
+        self.cursor.expect_everything_ends(commits)
+
+
+TestCursor = CursorMachine.TestCase
+
+
+def test_random_histories(seed: int) -> None:
+    hunt_cursor(500, first_seed=seed)
+
+
+# ------------------------------------------------------------- one at a time
+
+
+class CountsOldReads(GapTracker):
+    """Counts how often old gaps are read."""
+
+    old_reads = 0
+
+    def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
+        self.old_reads += sum(gap.old for gap in self._to_read())
+        return super().close(ids, cut, after, now)
+
+
+def test_a_transaction_open_for_hours_costs_nothing() -> None:
+    database = Database()
+    cursor = Cursor(database, CountsOldReads)
+    tracker = cursor.replicas[0].tracker
+    assert isinstance(tracker, CountsOldReads)
+    database.start(key=0, ids=3)  # The one that stays open.
+    database.start(key=0, ids=1)
+    database.publish(key=0)
+    cursor.whole_batch()
+    cursor.tick(11)
+    cursor.whole_batch()
+    assert cursor.tables.old == ((1, 4),)
+    for _ in range(100):
+        database.publish(key=0)
+        cursor.whole_batch()
+    assert tracker.old_reads == 0
+    database.finish(1)
+    for _ in range(100):
+        database.publish(key=0)
+        cursor.whole_batch()
+    assert tracker.old_reads == 1
+    assert cursor.tables.old == ((1, 3),)
+    database.rollback(0)
+    cursor.whole_batch()
+    assert tracker.old_reads == 2
+    assert cursor.tables.old == ()
+
+
+def test_thousands_of_old_gaps_are_looked_at_together() -> None:
+    looks = 0
+
+    class Counts(GapTracker):
+        @staticmethod
+        def _one_ended(holders: Holders, present: Holders) -> bool:
+            nonlocal looks
+            looks += 1
+            return GapTracker._one_ended(holders, present)
+
+    tracker, holders = Counts(), frozenset({"3/1"})
+    state = CursorState(batch=1, high=20_000, old=tuple((n, n) for n in range(1, 20_000, 2)))
+    for batch in range(4):
+        tracker.begin(state, holders, 0.0)
+        assert len(tracker.ranges()) == (10_000 if batch == 0 else 0)
+        assert tracker.left_out == (batch > 0)
+        assert tracker.complete(holders)
+        tracker.committed(tracker.close([], False, holders, 0.0))
+    assert looks < 10
+
+
+def test_replicas_that_come_new_close_what_was_left() -> None:
+    """Old gaps without holders must not wait for one to end."""
+    cursor = Cursor(Database())
+    cursor.tables = CursorState(batch=7, high=9, old=((2, 5), (8, 8)))
+    cursor.whole_batch()
+    cursor.whole_batch()
+    assert cursor.tables == CursorState(batch=8, high=9)
+
+
+def test_a_gap_of_a_million_ids_is_one_range() -> None:
+    tracker = GapTracker()
+    tracker.begin(CursorState(batch=1, high=3), frozenset(), 0.0)
+    assert tracker.complete(frozenset())
+    step = tracker.close([4, 5_000_000, 5_000_001], False, frozenset({"3/1"}), 0.0)
+    assert step.young == ((5, 4_999_999),)
+    tracker.committed(step)
+
+    # An id in its middle comes late, and the holder is gone.
+    state = CursorState(2, step.high, step.young)
+    tracker.begin(state, frozenset({"3/1"}), 2.0)
+    assert tracker.ranges() == [(5, 4_999_999)]
+    step = tracker.close([777], False, frozenset(), 2.0)
+    assert (step.found, step.dead, step.young) == (((777, 777),), (), ())
+    assert step.old_opened == ((5, 776), (778, 4_999_999))
+    tracker.committed(step)
+
+    tracker.begin(CursorState(3, step.high, (), step.old_opened), frozenset(), 3.0)
+    step = tracker.close([], False, frozenset(), 3.0)
+    assert step.dead == step.old_closed == ((5, 776), (778, 4_999_999))
+    assert step.high == 5_000_001
+
+
+def test_a_batch_that_finds_nothing_need_not_be_written() -> None:
+    tracker = GapTracker()
+    state = CursorState(batch=4, high=9, young=((3, 3),), old=((1, 1),))
+    for _ in range(3):
+        tracker.begin(state, frozenset({"3/1"}), 0.0)
+        assert tracker.complete(frozenset({"3/1"}))
+        step = tracker.close([], False, frozenset({"3/1"}), 0.0)
+        assert not step.moved
+        tracker.committed(step)
+    assert tracker.ranges() == [(3, 3)]
+    tracker.forget()
+    tracker.begin(state, frozenset({"3/1"}), 0.0)
+    assert tracker.ranges() == [(1, 1), (3, 3)]

@@ -1,0 +1,292 @@
+"""A lane against a receiver that remembers, and owners that die at any step.
+
+`LaneMachine` lets Hypothesis choose what happens; `test_random_histories` does
+the same with a seeded random generator.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from outbox.core.answer import Answer, Verdict, classify, summary
+from outbox.core.lane import FETCH_LOW, Lane
+from outbox.core.steps import DeadLetter, Fetch, Gone, Progress, Record, Send, Wait
+from tests.core.lane_model import POLICY, World
+from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
+from tests.core.wander import STATUSES, hunt_lane
+
+if TYPE_CHECKING:
+    from outbox.core.request import Delivery
+
+statuses = st.sampled_from(STATUSES)
+uniforms = st.sampled_from([0.0, 0.5, 0.99])
+
+
+class LaneMachine(RuleBasedStateMachine):
+    """Deliveries, answers, writes and crashes in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+
+    @rule(
+        count=st.integers(1, 20),
+        expires_in_s=st.sampled_from([None, None, 0.5, 5.0]),
+        told=st.booleans(),
+    )
+    def offer(self, count: int, expires_in_s: float | None, told: bool) -> None:
+        self.world.offer(count, expires_in_s=expires_in_s, told=told)
+
+    @rule(i=st.integers(0, 3))
+    def erase(self, i: int) -> None:
+        self.world.erase(i)
+
+    @rule()
+    def proceed(self) -> None:
+        self.world.proceed()
+
+    @precondition(lambda self: self.world.fetching is not None)
+    @rule(rows=st.integers(1, 12))
+    def fetched(self, rows: int) -> None:
+        self.world.fetched(rows)
+
+    @precondition(lambda self: self.world.sending is not None)
+    @rule(status=statuses, received=st.booleans(), u=uniforms, after_s=st.sampled_from([0.1, 20.0]))
+    def answer(self, status: int | None, received: bool, u: float, after_s: float) -> None:
+        self.world.answer(status, received=received, u=u, after_s=after_s)
+
+    @precondition(lambda self: self.world.pending)
+    @rule(records=st.integers(1, 5))
+    def write_group(self, records: int) -> None:
+        self.world.write_group(records)
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.world.checkpoint()
+
+    @rule(seconds=st.sampled_from([0.1, 2.0, 20.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+    @rule()
+    def retry_now(self) -> None:
+        self.world.retry_now()
+
+    @rule(written=st.integers(0, 5), received=st.booleans(), skew_s=st.sampled_from([0, -3, 3]))
+    def crash(self, written: int, received: bool, skew_s: float) -> None:
+        self.world.crash(written, received=received, skew_s=skew_s)
+
+    @precondition(lambda self: self.world.ghosts)
+    @rule(i=st.integers(0, 3))
+    def ghost(self, i: int) -> None:
+        self.world.ghost(i)
+
+    @rule()
+    def stop(self) -> None:
+        self.world.stop()
+
+    @rule()
+    def hand_over(self) -> None:
+        self.world.hand_over()
+
+    @rule()
+    def everything_ends(self) -> None:
+        self.world.expect_everything_ends()
+
+
+TestLane = LaneMachine.TestCase
+
+
+def test_random_histories(seed: int) -> None:
+    hunt_lane(300, first_seed=seed)
+
+
+# ------------------------------------------------------------- one at a time
+
+NOW = EPOCH_S
+OK = Answer.of(200, 0.1)
+BUSY = Answer.of(503, 0.1, headers=(("Retry-After", "7"),))
+NO = Answer.of(400, 0.1)
+
+
+def lane_with(*deliveries: Delivery | Gone) -> Lane:
+    """A new lane in its owner's hands, with these in its memory."""
+    lane = Lane(7, Progress(), (), len(deliveries), sent_through_batch=0)
+    assert lane.next(NOW) == Fetch(0, 0)
+    lane.fetched(deliveries)
+    return lane
+
+
+def attempt(lane: Lane, answer: Answer, now: float = NOW, **more: Any) -> tuple[Send, Record]:
+    """One attempt and its record, which is not written yet."""
+    send = lane.next(now)
+    assert isinstance(send, Send)
+    assert lane.next(now) is None
+    verdict = classify(answer, maybe_sent_before=send.maybe_sent_before)
+    return send, lane.answered(verdict, answer, POLICY, started_at=now, now=now, u=0.5, **more)
+
+
+def test_a_success_does_not_wait_for_the_disk() -> None:
+    lane = lane_with(delivery(1), delivery(2))
+    first, record = attempt(lane, OK)
+    assert not record.urgent
+    assert record.attempt is not None
+    assert (record.attempt.outcome, record.attempt.status) == ("delivered", 200)
+    second, _ = attempt(lane, OK)
+    assert [(s.delivery.seq, s.previous_seq, s.attempt) for s in (first, second)] == [
+        (1, 0, 1),
+        (2, 1, 1),
+    ]
+    assert (lane.acked_seq, lane.committed_seq, lane.settled) == (2, 0, False)
+    lane.recorded(record)
+    assert lane.checkpoint() == Progress(1, 1, 1)
+
+
+def test_a_failure_is_on_disk_before_anything_else_happens() -> None:
+    lane = lane_with(delivery(1), delivery(2))
+    _, record = attempt(lane, BUSY, retry_after_s=7.0)
+    # Full jitter of 1 s, but the receiver asked for more.
+    assert record.progress == Progress(0, 0, 1, 1, 1, NOW, NOW + 7, summary(BUSY))
+    assert lane.next(NOW + 60) is None
+    assert lane.checkpoint() == Progress()
+    lane.recorded(record)
+    assert lane.checkpoint() == record.progress
+    assert lane.next(NOW) == Wait(NOW + 7)
+    assert lane.fetch() is None
+    send, _ = attempt(lane, OK, NOW + 7)
+    assert (send.delivery.seq, send.attempt, send.maybe_sent_before) == (1, 2, True)
+
+
+def test_a_number_that_is_given_up_is_named_by_the_next() -> None:
+    lane = lane_with(*map(delivery, range(1, 5)))
+    attempt(lane, OK)
+    for seq in (2, 3):
+        _, record = attempt(lane, NO)
+        assert record.dead == DeadLetter(delivery(seq), "refused", 1, summary(NO))
+        assert record.progress == Progress(seq, 1, 1)
+        assert lane.next(NOW) is None
+        lane.recorded(record)
+    send, _ = attempt(lane, OK)
+    assert (send.delivery.seq, send.previous_seq) == (4, 1)
+
+
+def test_a_budget_ends_by_an_answer() -> None:
+    lane = lane_with(delivery(1))
+    for n in range(1, POLICY.attempts_max):
+        _, record = attempt(lane, BUSY, NOW + 4 * n)
+        assert record.progress is not None
+        assert (record.dead, record.progress.attempts) == (None, n)
+        lane.recorded(record)
+    _, record = attempt(lane, BUSY, NOW + 1e6)
+    assert record.dead is not None
+    assert (record.dead.reason, record.dead.attempts) == ("exhausted", POLICY.attempts_max)
+    assert record.dead.last_answer == summary(BUSY)
+
+    lane = lane_with(delivery(1))
+    lane.recorded(attempt(lane, BUSY, NOW)[1])
+    # The time has run out, and yet it gets the attempt that it waited for.
+    send, record = attempt(lane, BUSY, NOW + POLICY.age_max_s)
+    assert (send.attempt, record.dead and record.dead.reason) == (2, "exhausted")
+
+
+def test_what_expires_is_given_up_at_once_and_unsent() -> None:
+    ends_at = datetime.fromtimestamp(NOW + 3, UTC)
+    lane = lane_with(delivery(1, expires_at=ends_at), delivery(2))
+    lane.recorded(attempt(lane, BUSY, retry_after_s=3600.0)[1])
+    # It must not hold up the lane for an hour.
+    assert lane.next(NOW + 1) == Wait(NOW + 3)
+    record = lane.next(NOW + 3)
+    assert isinstance(record, Record)
+    assert record.attempt is None
+    assert record.dead is not None
+    assert (record.dead.reason, record.dead.attempts) == ("expired", 1)
+    assert lane.next(NOW + 3) is None
+    lane.recorded(record)
+    assert attempt(lane, OK)[0].previous_seq == 0
+
+
+def test_what_was_erased_keeps_its_place() -> None:
+    gone = Gone(ENDPOINT, 1, 1, 101)
+    lane = lane_with(gone, delivery(2))
+    record = lane.next(NOW)
+    assert isinstance(record, Record)
+    assert record.dead == DeadLetter(gone, "erased", 0, None)
+    lane.recorded(record)
+    assert attempt(lane, OK)[0].delivery.seq == 2
+
+
+def test_who_takes_over_reads_checkpoint_and_tail() -> None:
+    progress = Progress(4, 4, 2, head_seq=5, attempts=2, first_attempt_at=NOW, next_attempt_at=NOW)
+    lane = Lane(7, progress, [(6, 3), (5, 2)], last_seq=9, sent_through_batch=3)
+    assert lane.checkpoint() == Progress(6, 6, 3)
+    assert (lane.owed, lane.settled) == (3, True)
+    assert lane.next(NOW) == Fetch(6, 3)
+    lane.fetched([delivery(7, batch=3), delivery(8, batch=4)])
+    first, record = attempt(lane, Answer.of(409, 0.1))
+    # It may have been sent before: the receiver has it already.
+    assert (first.attempt, first.maybe_sent_before) == (1, True)
+    assert not record.urgent
+    second, record = attempt(lane, Answer.of(409, 0.1))
+    assert not second.maybe_sent_before
+    assert record.dead is not None
+
+
+def test_a_stale_tail_is_sent_again_rather_than_skipped() -> None:
+    lane = Lane(7, Progress(4, 4, 2), [(6, 3), (4, 2), (3, 1)], last_seq=9, sent_through_batch=9)
+    assert lane.acked_seq == 4
+    assert lane.next(NOW) == Fetch(4, 2)
+
+
+def test_a_lane_reads_ahead_and_not_too_far() -> None:
+    lane = Lane(7, Progress(), (), last_seq=40, sent_through_batch=0)
+    assert lane.next(NOW) == Fetch(0, 0)
+    assert lane.next(NOW) is None
+    lane.fetched([delivery(n, batch=n) for n in range(1, 21)])
+    assert lane.fetch() is None
+    while lane.acked_seq < 20 - FETCH_LOW:
+        attempt(lane, OK)
+    assert lane.fetch() == Fetch(20, 20)
+    assert lane.fetch() is None
+    with pytest.raises(AssertionError, match="number 22 follows 20"):
+        lane.fetched([delivery(22)])
+
+
+def test_a_lane_that_stops_finishes_what_is_out() -> None:
+    lane = lane_with(delivery(1), delivery(2))
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    lane.stop()
+    assert lane.in_flight
+    record = lane.answered(Verdict.DELIVERED, OK, POLICY, started_at=NOW, now=NOW, u=0.0)
+    assert lane.next(NOW) is None
+    assert not lane.settled
+    lane.recorded(record)
+    assert lane.settled
+
+
+def test_the_first_copy_that_a_receiver_got_counts() -> None:
+    """The only way for `previous_seq` to change: an acknowledgement was lost, and
+    the copy was then given up."""
+    world = World()
+    world.offer(2)
+    world.proceed()
+    world.fetched(2)
+    for status in (200, None):
+        world.proceed()
+        world.answer(status, received=True, u=0.0, after_s=0.0)
+    world.crash(written=0, received=False)
+    world.proceed()
+    world.fetched(2)
+    world.proceed()
+    world.answer(400, received=False, u=0.0, after_s=0.0)
+    world.write_group(1)
+    command = world.proceed()
+    assert isinstance(command, Send)
+    assert (command.delivery.seq, command.previous_seq) == (2, 0)
+    assert world.receiver.got.keys() == {1, 2}
+    world.expect_everything_ends()

@@ -1,0 +1,113 @@
+"""The cursor against producers of every kind: nothing lost, doubled, made up or turned around.
+
+The scripts of test_cursor_scripts.py say why; here everything happens at once,
+for `--cursor-seconds`, and what happened is told by the tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import cursor_variants as variants
+from tests.support.adversary import EVERYTHING, Workload, running
+from tests.support.judge import SPOTLESS, judge, progress
+from tests.support.producers import EVERY_KIND, INSERT
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    import random
+
+    from tests.support.postgres import Database
+    from tests.support.sequencers import Variant
+
+CAUGHT_WITHIN_S = 60
+
+
+async def test_nothing_is_lost_or_inverted(
+    database: Database, rng: random.Random, cursor_seconds: float
+) -> None:
+    async with running(database, rng) as run:
+        await run.last(cursor_seconds)
+        await run.finish()
+    async with database.connection() as connection:
+        assert await judge(connection) == SPOTLESS
+        met = await progress(connection)
+    # A run that met nothing proves nothing.
+    assert run.done.keys() >= EVERY_KIND.keys() - {"skip_ids"}
+    assert met.found_late
+    assert met.dead
+    assert sum(replica.old_gaps for replica in run.replicas)
+
+
+async def test_nothing_is_lost_or_inverted_when_the_server_crashes(
+    private_database: Database, rng: random.Random, cursor_seconds: float
+) -> None:
+    async with running(private_database, rng, may_crash=True) as run:
+        await run.last(cursor_seconds / 4)
+        async with private_database.connection() as connection:
+            # Its gap is seen before the crash, and ends long after it.
+            await connection.execute(f"SET relay.notify = off; BEGIN; {INSERT}")
+            await connection.execute("PREPARE TRANSACTION 'outlives the crash'")
+        await run.last(cursor_seconds / 12)
+        await asyncio.to_thread(private_database.server.embedded.restart, immediate=True)
+        await run.last(cursor_seconds / 3)
+        async with private_database.connection() as connection:
+            await connection.execute("COMMIT PREPARED 'outlives the crash'")
+        await run.finish()
+    async with private_database.connection() as connection:
+        assert await judge(connection) == SPOTLESS
+    assert run.done["lost connection"]
+
+
+# Hardly anybody has an xid for long, so the horizon is always near.
+XIDLESS = Workload({"autocommit": 4, "early_id": 4, "slow_payload": 2})
+# A few short transactions, so that all the holders of a gap end at once.
+FEW = Workload(
+    {"autocommit": 4, "savepoint": 2, "exception": 4, "slow_payload": 2},
+    producers=4,
+    replicas=1,
+    dawdle={"holders": 0.3},
+    dawdle_s=0.02,
+)
+# One commit closes more gaps than a batch has room for, beside shorter ones.
+CUT = Workload({"spread": 1, "time_out": 6}, producers=3, replicas=1, events_max=(2,))
+# Transactions that wait for each other's row, and for longer than a gap is young.
+COUNTED = Workload({"counted": 6, "counted_slowly": 4, "exception": 1})
+LEFT_OUT = Workload(
+    {"counted": 5, "counted_slowly": 5},
+    replicas=1,
+    dawdle={"read": 0.5},
+    dawdle_s=0.03,
+    hasty_share=1,
+)
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize(
+    ("variant", "workload", "kind"),
+    [
+        pytest.param(variants.NAIVE, EVERYTHING, "lost", id="naive"),
+        pytest.param(variants.TIME_OUT, EVERYTHING, "lost", id="time-out"),
+        pytest.param(variants.XMAX, XIDLESS, "lost", id="xmax at sighting"),
+        pytest.param(variants.HORIZON, COUNTED, "inverted", id="xid8 horizon"),
+        pytest.param(variants.FULL_BATCH, CUT, "lost", id="a full batch decides about every gap"),
+        pytest.param(variants.REPEATABLE_READ, FEW, "lost", id="repeatable read"),
+        pytest.param(variants.NO_RECHECK, LEFT_OUT, "inverted", id="old gaps left out unchecked"),
+    ],
+)
+async def test_a_wrong_cursor_is_caught(
+    variant: Variant, workload: Workload, kind: str, database: Database, rng: random.Random
+) -> None:
+    async with (
+        running(database, rng, variant, workload) as run,
+        database.connection() as connection,
+    ):
+
+        async def caught() -> bool:
+            await run.last(0.2)
+            return kind in (await judge(connection)).kinds()
+
+        await until(caught, CAUGHT_WITHIN_S, f"events to be {kind}")

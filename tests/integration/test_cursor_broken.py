@@ -1,0 +1,168 @@
+"""A sequence that cannot be trusted: sequencing stops with a clear word, and goes on when it is mended."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from outbox.errors import CursorBroken
+from outbox.relay import sequencer as sequencer_module
+from outbox.relay.sequencer import Turn
+from tests.support.judge import SPOTLESS, judge
+from tests.support.sequencers import REAL, add_endpoints, session, settings
+from tests.support.sleeper import sleeper
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.any', '{}') RETURNING id"
+HIGHEST = "SELECT max(high) FROM relay.batch"
+
+
+@pytest.fixture
+async def database(database: Database) -> Database:
+    """A database with an endpoint and a few sequenced events."""
+    await add_endpoints(database, 1)
+    return database
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken sequence is looked at again soon."""
+    monkeypatch.setattr(sequencer_module, "BROKEN_RETRY_S", 0.02)
+
+
+@pytest.fixture
+def logs() -> Iterator[list[dict[str, str]]]:
+    with capture_logs() as logs:
+        yield logs
+
+
+async def _copy_with_id(connection: Connection, own_id: int) -> None:
+    """COPY is the only statement that takes an id for GENERATED ALWAYS without being asked."""
+    await connection.copy_records_to_table(
+        "outbox",
+        schema_name="relay",
+        columns=["id", "type", "payload"],
+        records=[(own_id, "app.copied", "{}")],
+    )
+
+
+BREAKS = {
+    "an explicit id": "COPY",
+    "set back": "SELECT setval('relay.outbox_id_seq', 2)",
+    "restarted": "ALTER SEQUENCE relay.outbox_id_seq RESTART WITH 1",
+}
+
+
+async def _break(connection: Connection, how: str) -> None:
+    if how == "COPY":
+        await _copy_with_id(connection, 1000)
+    else:
+        await connection.execute(how)
+
+
+@pytest.mark.parametrize("how", BREAKS.values(), ids=BREAKS)
+async def test_a_turn_refuses(how: str, database: Database) -> None:
+    producer, connection = await database.connect(), await session(database)
+    relay, store = REAL.build(connection, settings(database))
+    await store.check()
+    for _ in range(5):
+        await producer.execute(INSERT)
+    assert await relay.turn() is Turn.MOVED
+    await _break(producer, how)
+    for _ in range(2):
+        with pytest.raises(CursorBroken, match=r"setval$"):
+            await relay.turn()
+        # Nothing is held, and nothing was written.
+        await producer.execute("SELECT FROM relay.cursor FOR UPDATE NOWAIT")
+        assert await producer.fetchval(HIGHEST) == 5
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("how", BREAKS.values(), ids=BREAKS)
+async def test_it_goes_on_when_it_was_mended(
+    how: str, database: Database, logs: list[dict[str, str]]
+) -> None:
+    producer = await database.connect()
+    async with sleeper(database) as relay:
+        await relay.sequenced(*[await producer.fetchval(INSERT) for _ in range(5)])
+        await _break(producer, how)
+        with pytest.raises(TimeoutError):
+            # Told to look at once; and a sequencer that is stopped stays so.
+            relay.bell.ring()
+            await relay.sequenced(1000, within_s=0.2)
+        await until(lambda: logs, what="the log to say so")
+        assert {each["event"] for each in logs} == {"sequencing stopped"}
+        # What the message asks for.
+        assert re.search("setval", logs[0]["reason"])
+        await producer.execute("SELECT setval('relay.outbox_id_seq', 2000)")
+        late = await producer.fetchval(INSERT)
+        assert late == 2001
+        await relay.sequenced(late)
+    assert await judge(producer) == SPOTLESS
+
+
+UNFIT = {
+    "CACHE": ("CACHE 10", "CACHE 1"),
+    "INCREMENT": ("INCREMENT 2", "INCREMENT 1"),
+    "CYCLE": ("CYCLE", "NO CYCLE"),
+    "UNLOGGED": ("SET UNLOGGED", "SET LOGGED"),
+}
+
+
+@pytest.mark.parametrize(("unfit", "fit"), UNFIT.values(), ids=UNFIT)
+async def test_an_unfit_sequence_is_refused_at_the_start(
+    unfit: str, fit: str, database: Database
+) -> None:
+    connection = await session(database)
+    _, store = REAL.build(connection, settings(database))
+    await connection.execute(f"ALTER SEQUENCE outbox_id_seq {unfit}")
+    with pytest.raises(CursorBroken, match="CACHE 1, INCREMENT 1, NO CYCLE"):
+        await store.check()
+    await connection.execute(f"ALTER SEQUENCE outbox_id_seq {fit}")
+    await store.check()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_nothing_is_sequenced_until_an_unfit_sequence_was_mended(
+    database: Database, logs: list[dict[str, str]]
+) -> None:
+    """With CACHE 10 a session keeps ids that nobody holds the lock for, and uses them later."""
+    producer = await database.connect()
+    await producer.execute("ALTER SEQUENCE relay.outbox_id_seq CACHE 10")
+    first = await producer.fetchval(INSERT)
+    async with sleeper(database) as relay:
+        with pytest.raises(TimeoutError):
+            await relay.sequenced(first, within_s=0.3)
+        assert await producer.fetchval(HIGHEST) == 0
+        assert "CACHE 1" in logs[0]["reason"]
+        await producer.execute("ALTER SEQUENCE relay.outbox_id_seq CACHE 1")
+        await relay.sequenced(first)
+        # The session's own rest of its ten ids is gone with the ALTER.
+        await relay.sequenced(await producer.fetchval(INSERT))
+    assert await judge(producer) == SPOTLESS
+
+
+async def test_a_busy_outbox_does_not_fill_the_log(
+    database: Database, logs: list[dict[str, str]]
+) -> None:
+    """Producers go on ringing a sequencer that is stopped."""
+    producer = await database.connect()
+    async with sleeper(database) as relay:
+        await relay.sequenced(await producer.fetchval(INSERT))
+        await _copy_with_id(producer, 1000)
+        relay.bell.ring()
+        await until(lambda: logs, what="the log to say so")
+        for _ in range(50):
+            await producer.execute(INSERT)
+            relay.bell.ring()
+        assert len(logs) <= 2

@@ -1,0 +1,80 @@
+"""The cursor in scripted interleavings: the real one survives them, and each wrong one does not.
+
+A wrong cursor that passes is a test that proves nothing, so both halves
+belong together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support import cursor_variants as variants
+from tests.support.judge import SPOTLESS, Verdict, finished, judge
+from tests.support.scripts import SCRIPTS, Script, a_prepared_transaction_outlives_a_crash
+from tests.support.sequencers import REAL, Variant
+from tests.support.stage import staged
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+
+FAILURES = [
+    pytest.param(script, variant, kind, id=f"{name}, when {script.name}")
+    for script in SCRIPTS
+    for name, (variant, kind) in script.fails.items()
+]
+
+
+async def _play(
+    script: Script, database: Database, variant: Variant, *, strict: bool = False
+) -> Verdict:
+    async with staged(database, variant, strict=strict) as stage:
+        await script.play(stage)
+        await stage.settle()
+        async with database.connection() as connection:
+            verdict = await judge(connection)
+            assert verdict != SPOTLESS or await finished(connection)
+            return verdict
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+async def test_the_cursor_survives(script: Script, database: Database) -> None:
+    assert await _play(script, database, REAL, strict=True) == SPOTLESS
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+async def test_the_cursor_survives_without_seeing_its_own_lock(
+    script: Script, database: Database
+) -> None:
+    assert await _play(script, database, variants.MODEST, strict=True) == SPOTLESS
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize(("script", "variant", "kind"), FAILURES)
+async def test_a_wrong_cursor_is_caught(
+    script: Script, variant: Variant, kind: str, database: Database
+) -> None:
+    assert kind in (await _play(script, database, variant)).kinds()
+
+
+CRASH = Script(a_prepared_transaction_outlives_a_crash)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(REAL, id="both protections"),
+        pytest.param(variants.DEAF, id="forgetting alone"),
+        pytest.param(variants.REMEMBERING, id="counting -1/… alone"),
+    ],
+)
+async def test_the_cursor_survives_a_crash(variant: Variant, private_database: Database) -> None:
+    assert await _play(CRASH, private_database, variant, strict=True) == SPOTLESS
+
+
+@pytest.mark.one_major
+async def test_holders_kept_across_a_crash_are_caught(private_database: Database) -> None:
+    verdict = await _play(CRASH, private_database, variants.REMEMBERING_DEAF)
+    assert "lost" in verdict.kinds()

@@ -1,0 +1,170 @@
+"""What a database tells about how its events were sequenced.
+
+Everything is read in one snapshot, so it can be asked while sequencers and
+producers work; the answer is right at every moment, not only at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+# Open gaps, and everything the batches said about ids.
+_CURSOR = """
+newest AS (SELECT high, young FROM relay.batch ORDER BY batch DESC LIMIT 1),
+open AS (
+    SELECT r AS ids FROM newest, unnest(young) r
+    UNION ALL
+    SELECT int8range(lo, hi, '[]') FROM relay.gap),
+dead AS (SELECT r AS ids FROM relay.batch, unnest(dead) r)
+"""
+
+# An endpoint misses a committed event that the cursor has passed.
+_LOST = f"""
+WITH {_CURSOR}
+SELECT o.id FROM relay.outbox o, newest
+ WHERE (o.id <= newest.high AND NOT EXISTS (SELECT FROM open WHERE ids @> o.id)
+        AND EXISTS (SELECT FROM relay.endpoint e WHERE NOT EXISTS (
+                SELECT FROM relay.delivery d JOIN relay.lane l ON l.id = d.lane_id
+                 WHERE d.outbox_id = o.id AND l.endpoint_id = e.id)))
+    OR EXISTS (SELECT FROM dead WHERE ids @> o.id)
+ ORDER BY o.id
+"""
+
+_DUPLICATED = """
+SELECT d.outbox_id FROM relay.delivery d JOIN relay.lane l ON l.id = d.lane_id
+ GROUP BY d.outbox_id, l.endpoint_id HAVING count(*) > 1 ORDER BY 1
+"""
+
+_ROLLED_BACK = """
+SELECT DISTINCT outbox_id FROM relay.delivery d
+ WHERE NOT EXISTS (SELECT FROM relay.outbox o WHERE o.id = d.outbox_id) ORDER BY 1
+"""
+
+# Producers count each key up in `v`, under a row lock.
+_INVERTED = """
+SELECT id FROM (
+    SELECT o.id, (o.payload ->> 'v')::bigint AS v,
+           max((o.payload ->> 'v')::bigint) OVER (
+               PARTITION BY d.lane_id, o.key ORDER BY d.seq
+               ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+      FROM relay.delivery d JOIN relay.outbox o ON o.id = d.outbox_id
+     WHERE o.payload ? 'v') event
+ WHERE v < before ORDER BY id
+"""
+
+_MISNUMBERED = """
+SELECT c.lane_id FROM relay.lane_counter c LEFT JOIN relay.delivery d ON d.lane_id = c.lane_id
+ GROUP BY c.lane_id
+HAVING count(d.seq) <> c.last_seq OR count(DISTINCT d.seq) <> c.last_seq
+    OR coalesce(min(d.seq), 1) <> 1 OR coalesce(max(d.seq), 0) <> c.last_seq
+ ORDER BY 1
+"""
+
+# Every id up to `high` is delivered, in an open gap or dead, and only one of
+# these.  As ranges, because ids may skip millions.
+_UNACCOUNTED = f"""
+WITH {_CURSOR},
+delivered AS (SELECT DISTINCT outbox_id AS id FROM relay.delivery),
+parts AS (
+    SELECT int8range(id, id, '[]') AS ids FROM delivered
+    UNION ALL SELECT ids FROM open
+    UNION ALL SELECT ids FROM dead),
+missing AS (
+    SELECT int8multirange(int8range(1, high + 1)) - (
+               SELECT coalesce(range_agg(ids), '{{}}') FROM parts) AS ids
+      FROM newest),
+twice AS (
+    SELECT ids FROM (
+        SELECT ids, max(upper(ids)) OVER (
+                   ORDER BY lower(ids), upper(ids)
+                   ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS reached
+          FROM parts) p
+     WHERE reached > lower(ids))
+SELECT lower(r) FROM missing, unnest(ids) r
+ UNION SELECT lower(ids) FROM twice
+ UNION SELECT lower(ids) FROM open, newest WHERE upper(ids) - 1 > newest.high
+ ORDER BY 1
+"""
+
+_QUERIES = {
+    "lost": _LOST,
+    "duplicated": _DUPLICATED,
+    "rolled_back": _ROLLED_BACK,
+    "inverted": _INVERTED,
+    "misnumbered": _MISNUMBERED,
+    "unaccounted": _UNACCOUNTED,
+}
+
+# What a run came across, so that a run that met nothing is not taken for a proof.
+_PROGRESS = """
+SELECT (SELECT count(*) FROM relay.outbox) AS events,
+       (SELECT count(*) FROM relay.outbox WHERE payload ? 'v') AS counted,
+       (SELECT max(batch) FROM relay.batch) AS batches,
+       (SELECT coalesce(sum(upper(r) - lower(r)), 0) FROM relay.batch, unnest(found) r)::bigint
+           AS found_late,
+       (SELECT coalesce(sum(upper(r) - lower(r)), 0) FROM relay.batch, unnest(dead) r)::bigint
+           AS dead
+"""
+
+
+# Nothing is left to sequence, and no gap is open.
+_FINISHED = """
+SELECT isempty(b.young) AND NOT EXISTS (SELECT FROM relay.gap)
+       AND b.high >= (SELECT coalesce(max(id), 0) FROM relay.outbox)
+  FROM relay.batch b ORDER BY b.batch DESC LIMIT 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is wrong: ids of events, except `misnumbered`, which are lanes."""
+
+    lost: tuple[int, ...] = ()
+    duplicated: tuple[int, ...] = ()
+    rolled_back: tuple[int, ...] = ()
+    inverted: tuple[int, ...] = ()
+    misnumbered: tuple[int, ...] = ()
+    unaccounted: tuple[int, ...] = ()
+
+    def kinds(self) -> set[str]:
+        """The names of what is wrong."""
+        return {field.name for field in fields(self) if getattr(self, field.name)}
+
+
+SPOTLESS = Verdict()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How much was sequenced, and what the cursor met on its way."""
+
+    events: int
+    counted: int
+    batches: int
+    found_late: int
+    dead: int
+
+
+async def judge(connection: Connection) -> Verdict:
+    """Everything that is wrong at this moment."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        return Verdict(
+            **{
+                kind: tuple(row[0] for row in await connection.fetch(query))
+                for kind, query in _QUERIES.items()
+            }
+        )
+
+
+async def progress(connection: Connection) -> Progress:
+    """How far the cursor is."""
+    return Progress(**await connection.fetchrow(_PROGRESS))
+
+
+async def finished(connection: Connection) -> bool:
+    """Whether every committed event is sequenced and every gap has ended."""
+    return bool(await connection.fetchval(_FINISHED))

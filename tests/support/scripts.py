@@ -1,0 +1,346 @@
+"""Interleavings that a wrong cursor does not survive, step by step.
+
+Each script ends with every producer's transaction ended; the sequencer then
+goes on until it has nothing to do.  Ids are said in the comments: every script
+starts with 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tests.support import cursor_variants as variants
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.support.sequencers import Variant
+    from tests.support.stage import Stage
+
+OLD_S = 1.5
+"""After so long a gap becomes old."""
+
+MANY_TABLES = """
+DO $$ BEGIN FOR i IN 1..2000 LOOP EXECUTE format('{}', i); END LOOP; END $$;
+"""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to do, and which variants get it wrong in which way."""
+
+    play: Callable[[Stage], Awaitable[None]]
+    fails: dict[str, tuple[Variant, str]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.play.__name__
+
+
+async def a_lower_id_commits_later(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    await stage.turn()
+    # Nothing waits for the one that is open.
+    await stage.expect_sequenced(2)
+    await stage.turn()
+    await slow.commit()
+
+
+async def a_transaction_stays_open_for_minutes(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    for _ in range(5):
+        await stage.turn()
+        stage.pass_time(60)
+    await stage.expect_old_gaps((1, 1))
+    await quick.publish()  # 3
+    await stage.turn()
+    await stage.expect_sequenced(2, 3)
+    await slow.commit()
+
+
+async def an_id_is_taken_before_the_xid(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await quick.publish()
+    own_id = await slow.take_id()
+    await quick.publish()
+    await stage.turn()
+    await stage.turn()
+    await slow.use_id(own_id)
+    await slow.commit()
+
+
+async def an_older_xid_writes_second(stage: Stage) -> None:
+    early, quick = await stage.actors(2)
+    await early.begin()
+    await early.execute("SELECT pg_current_xact_id()")
+    await quick.publish(v=1)
+    await early.publish(v=2)
+    await early.commit()
+
+
+async def a_cut_batch_does_not_reach_a_gap(stage: Stage) -> None:
+    one, two, quick = await stage.actors(3)
+    await one.open()  # 1
+    await quick.publish()  # 2
+    await two.open()  # 3
+    await quick.publish()  # 4
+    await stage.turn()
+    await one.commit()
+    await two.commit()
+    await stage.limit(1)
+    await stage.turn()
+    await stage.expect_sequenced(2, 4, 1)
+
+
+async def a_commit_comes_after_the_lock_of_the_cursor(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    await stage.turn()
+    await stage.turn(holders=slow.commit)
+
+
+async def a_commit_comes_between_the_look_and_the_read(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    await stage.turn()
+    await stage.turn(read=slow.commit)
+
+
+async def a_commit_comes_between_the_read_and_the_look(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    await stage.turn()
+    await stage.turn(look=slow.commit)
+
+
+async def an_id_is_taken_between_the_look_and_the_read(stage: Stage) -> None:
+    other, slow, quick = await stage.actors(3)
+    await other.open()  # 1: a gap, so that there is a look before the read
+    await quick.publish()  # 2
+    await stage.turn()
+
+    async def overtake() -> None:
+        await slow.open()  # 3
+        await quick.publish()  # 4
+
+    await stage.turn(read=overtake)
+    await stage.turn()
+    await slow.commit()
+    await other.commit()
+
+
+async def an_old_gap_closes_while_it_is_left_out(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open(v=1)  # 1
+    await quick.publish()  # 2
+    await stage.turn()
+    stage.pass_time(OLD_S)
+    await stage.turn()
+    await stage.expect_old_gaps((1, 1))
+
+    async def overtake() -> None:
+        await slow.commit()
+        await quick.publish(v=2)  # 3
+
+    await stage.turn(read=overtake)
+
+
+async def rows_are_visible_before_the_lock_is_let_go(stage: Stage) -> None:
+    """COMMIT PREPARED removes dropped tables in between, and that takes its time."""
+    slow, quick, ending = await stage.actors(3)
+    await slow.execute(f"SET relay.notify = off; {MANY_TABLES.format('CREATE TABLE t%s ()')}")
+    await slow.open(v=1)  # 1
+    await slow.execute(MANY_TABLES.format("DROP TABLE t%s"))
+    await slow.execute("PREPARE TRANSACTION 'slow'")
+    await quick.publish()  # 2
+    await stage.turn()
+    stage.pass_time(OLD_S)
+    await stage.turn()
+    await stage.expect_old_gaps((1, 1))
+    committing: list[asyncio.Task[str]] = []
+
+    async def overtake() -> None:
+        committing.append(asyncio.create_task(ending.execute("COMMIT PREPARED 'slow'")))
+        while not await quick.fetchval("SELECT count(*) FROM relay.outbox WHERE id = 1"):
+            pass
+        await quick.publish(v=2)  # 3
+
+    await stage.turn(read=overtake)
+    await asyncio.gather(*committing)
+
+
+async def a_gap_closes_before_its_holders_are_captured(stage: Stage) -> None:
+    other, slow, quick = await stage.actors(3)
+    await other.open()  # 1
+    await slow.open(v=1)  # 2
+    await quick.publish()  # 3
+    stage.pass_time(OLD_S)
+    # 1 and 2 are one gap; whoever is captured, `slow` is not.
+    await stage.turn(look=slow.commit)
+    await quick.publish(v=2)  # 4
+    await stage.turn()
+    await other.rollback()
+
+
+async def an_old_gap_closes_after_everything_was_forgotten(stage: Stage) -> None:
+    slow, other, quick = await stage.actors(3)
+    await slow.open(v=1)  # 1
+    await other.open()  # 2
+    await quick.publish()  # 3
+    await stage.turn()
+    stage.pass_time(OLD_S)
+    await stage.turn()
+    await stage.expect_old_gaps((1, 2))
+    stage.forget()
+    await stage.turn(look=slow.commit)
+    await quick.publish(v=2)  # 4
+    await stage.turn()
+    await other.rollback()
+
+
+async def the_last_holder_of_an_old_gap_ends_unseen(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    await stage.turn()
+    stage.pass_time(OLD_S)
+    await stage.turn()
+    await stage.expect_old_gaps((1, 1))
+    await slow.rollback()
+    await stage.reconnect()
+
+
+async def a_cut_batch_does_not_reach_an_old_gap(stage: Stage) -> None:
+    first, slow, other, quick = await stage.actors(4)
+    await first.open()  # 1
+    await quick.publish()  # 2
+    await slow.open(v=1)  # 3
+    await other.open()  # 4
+    await quick.publish()  # 5
+    await stage.turn()
+    stage.pass_time(OLD_S)
+    await stage.turn()
+    await stage.expect_old_gaps((1, 1), (3, 4))
+    await first.commit()
+    await slow.commit()
+    await stage.limit(1)
+    await stage.turn()
+    await stage.expect_sequenced(2, 5, 1)
+    await quick.publish(v=2)  # 6
+    await stage.limit(1000)
+    await stage.turn()
+    await other.rollback()
+
+
+async def an_event_comes_late_into_an_old_gap_of_many(stage: Stage) -> None:
+    """A gap is split, and its rest goes on being watched."""
+    slow, quick = await stage.actors(2)
+    other, another = await stage.actors(2)
+    await other.open()  # 1
+    await slow.open(v=1)  # 2
+    await another.open()  # 3
+    await quick.publish()  # 4
+    await stage.turn()
+    stage.pass_time(OLD_S)
+    await stage.turn()
+    await stage.expect_old_gaps((1, 3))
+    await slow.commit()
+    await stage.turn()
+    await stage.expect_old_gaps((1, 1), (3, 3))
+    await another.rollback()
+    await stage.turn()
+    # Whose id 3 was is not known, so it ends with the last of the holders.
+    await stage.expect_old_gaps((1, 1), (3, 3))
+    await other.commit()
+
+
+async def a_batch_is_rolled_back(stage: Stage) -> None:
+    """What a batch that never was had seen must not be remembered."""
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    await stage.turn()
+
+    async def fail() -> None:
+        raise ConnectionResetError
+
+    await slow.commit()
+    try:
+        await stage.turn(look=fail)
+    except ConnectionResetError:
+        await stage.reconnect()
+    await stage.turn()
+    await stage.expect_sequenced(2, 1)
+
+
+async def a_prepared_transaction_outlives_a_crash(stage: Stage) -> None:
+    prepared, quick = await stage.actors(2)
+    await prepared.execute("SET relay.notify = off")
+    await prepared.open()  # 1
+    await prepared.execute("PREPARE TRANSACTION 'outlives'")
+    await quick.publish()  # 2
+    await stage.turn()
+    await stage.crash()
+    (quick,) = await stage.actors(1)
+    await stage.turn()
+    await stage.turn()
+    await quick.publish()
+    await stage.turn()
+    await quick.execute("COMMIT PREPARED 'outlives'")
+
+
+SCRIPTS = (
+    Script(a_lower_id_commits_later, {
+        "naive": (variants.NAIVE, "lost"),
+        "holders of a fresh gap captured before the read": (variants.FRESH_BEFORE, "lost"),
+    }),
+    Script(a_transaction_stays_open_for_minutes, {
+        "time-out": (variants.TIME_OUT, "lost"),
+    }),
+    Script(an_id_is_taken_before_the_xid, {
+        "xmax at sighting": (variants.XMAX, "lost"),
+    }),
+    Script(an_older_xid_writes_second, {
+        "xid8 horizon": (variants.HORIZON, "inverted"),
+    }),
+    Script(a_cut_batch_does_not_reach_a_gap, {
+        "a full batch decides about every gap": (variants.FULL_BATCH, "lost"),
+    }),
+    Script(a_commit_comes_after_the_lock_of_the_cursor, {
+        "repeatable read": (variants.REPEATABLE_READ, "lost"),
+    }),
+    Script(a_commit_comes_between_the_look_and_the_read),
+    Script(a_commit_comes_between_the_read_and_the_look, {
+        "holders looked at after the read": (variants.PROOF_AFTER, "lost"),
+    }),
+    Script(an_id_is_taken_between_the_look_and_the_read, {
+        "holders of a fresh gap captured before the read": (variants.FRESH_BEFORE, "lost"),
+    }),
+    Script(an_old_gap_closes_while_it_is_left_out, {
+        "old gaps left out unchecked": (variants.NO_RECHECK, "inverted"),
+    }),
+    Script(rows_are_visible_before_the_lock_is_let_go, {
+        "old gaps left out while the lock is held": (variants.LOCK_RECHECK, "inverted"),
+    }),
+    Script(a_gap_closes_before_its_holders_are_captured, {
+        "gaps made old too early": (variants.EARLY_MOVE, "inverted"),
+    }),
+    Script(an_old_gap_closes_after_everything_was_forgotten, {
+        "holders of a known gap captured after the read": (variants.KNOWN_AFTER, "inverted"),
+    }),
+    Script(the_last_holder_of_an_old_gap_ends_unseen),
+    Script(a_cut_batch_does_not_reach_an_old_gap, {
+        "an unreached gap is taken for read": (variants.UNREACHED, "inverted"),
+    }),
+    Script(an_event_comes_late_into_an_old_gap_of_many),
+    Script(a_batch_is_rolled_back),
+)  # fmt: skip

@@ -1,0 +1,152 @@
+"""A sequencer that runs as it does in the product: it sleeps, and is woken by notifications."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from outbox.relay.bell import Bell
+from outbox.relay.listener import Listener
+from tests.support.sequencers import REAL, Variant, session, settings
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from asyncpg import Connection
+
+    from outbox.core.gaps import Holders, Range
+    from outbox.core.sequencing import Sighting
+    from outbox.relay.sequencer import Sequenced, Sequencer
+    from outbox.store.cursor import CursorStore, Lock, Look
+    from tests.support.postgres import Database
+
+SOON_S = 5.0
+"""A wake-up that takes longer was lost."""
+POLL_S = 60.0
+"""Much longer than that: nothing is found by the next look."""
+
+# Where a producer can come between the steps of falling asleep.
+POINTS = ("before the flag", "before the look", "before the read", "after the read", "asleep")
+
+
+class Drowsy:
+    """Mixed into a store: actions at points of the next fall into sleep."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)  # type: ignore[call-arg]
+        self.actions: dict[str, Callable[[], Awaitable[object]]] = {}
+        self.flags: Counter[str] = Counter()
+        self.refusals = 0
+        self._falling = False
+
+    async def _reach(self, point: str) -> None:
+        if self._falling and (action := self.actions.pop(point, None)):
+            await action()
+
+    async def lock(self) -> Lock | None:
+        lock: Lock | None = await super().lock()  # type: ignore[misc]
+        self.refusals += lock is None
+        return lock
+
+    async def set_asleep(self, for_s: int) -> int:
+        self.flags["asleep"] += 1
+        self._falling = bool(self.actions)
+        await self._reach("before the flag")
+        until_s: int = await super().set_asleep(for_s)  # type: ignore[misc]
+        await self._reach("before the look")
+        return until_s
+
+    async def set_wakeup(self, value: int) -> None:
+        self.flags["set"] += 1
+        await super().set_wakeup(value)  # type: ignore[misc]
+
+    async def read(self, high: int, gaps: list[Range], limit: int) -> list[Sighting]:
+        await self._reach("before the read")
+        sightings: list[Sighting] = await super().read(high, gaps, limit)  # type: ignore[misc]
+        await self._reach("after the read")
+        return sightings
+
+    async def look(self) -> Look:
+        look: Look = await super().look()  # type: ignore[misc]
+        self._falling = False
+        return look
+
+
+class Sleeper:
+    """A running sequencer."""
+
+    def __init__(self, sequencer: Sequencer, store: CursorStore, bell: Bell) -> None:
+        self.sequencer = sequencer
+        self.store = store
+        self.bell = bell
+        self.task: asyncio.Task[None]
+        self._seen: set[int] = set()
+        self._more = asyncio.Event()
+
+    def heard(self, sequenced: Sequenced) -> None:
+        """Called by the sequencer after each batch."""
+        self._seen.update(sequenced.deliveries.outbox_ids)
+        self._more.set()
+
+    async def sequenced(self, *ids: int, within_s: float = SOON_S) -> None:
+        """Wait until these events are sequenced; TimeoutError if they are not in time."""
+        async with asyncio.timeout(within_s):
+            while not self._seen.issuperset(ids):
+                self._more.clear()
+                await self._more.wait()
+
+    async def ended(self) -> None:
+        """Wait until it has stopped."""
+        await asyncio.wait([self.task], timeout=SOON_S)
+        assert self.task.done()
+
+    async def asleep(self) -> None:
+        """Wait until it sleeps."""
+        await until(lambda: self.sequencer._asleep_until, what="the sequencer to fall asleep")
+
+
+@asynccontextmanager
+async def sleeper(
+    database: Database,
+    variant: Variant = REAL,
+    *,
+    notified: bool = True,
+    poll_s: float = POLL_S,
+) -> AsyncIterator[Sleeper]:
+    """A running sequencer with a listener; a failure of either ends the block."""
+    bell = Bell()
+    connection = await session(database)
+    this: list[Sleeper] = []
+    sequencer, store = variant.build(
+        connection,
+        settings(database, poll_s=poll_s),
+        bell=bell,
+        store_mixin=Drowsy,
+        on_batch=lambda sequenced: this[0].heard(sequenced),
+        notified=notified,
+    )
+    store.database = database
+    this.append(Sleeper(sequencer, store, bell))
+    async with asyncio.TaskGroup() as tasks:
+        listening = None
+        if notified:
+            listener = Listener(
+                lambda: session(database),
+                database.schema,
+                bell,
+                Bell(),
+                connection.get_server_pid(),
+            )
+            listening = tasks.create_task(listener.run())
+        running = this[0].task = tasks.create_task(sequencer.run())
+        try:
+            yield this[0]
+        finally:
+            sequencer.stop()
+            await asyncio.wait([running], timeout=SOON_S)
+            running.cancel()
+            if listening is not None:
+                listening.cancel()

@@ -1,0 +1,179 @@
+"""A stage for scripts: one sequencer that takes a turn when told, producers that
+are moved statement by statement, and a clock that is moved by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from outbox.relay.sequencer import Turn
+from tests.support.sequencers import (
+    Hooked,
+    Variant,
+    add_endpoints,
+    on_clock,
+    session,
+    settings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from asyncpg import Connection
+
+    from outbox.relay.sequencer import Sequencer
+    from tests.support.postgres import Database
+
+INSERT = """
+INSERT INTO relay.outbox (type, key, payload)
+VALUES ('app.scripted', $1, CASE WHEN $2::bigint IS NULL THEN '{}'::jsonb
+                                 ELSE jsonb_build_object('v', $2::bigint) END)
+RETURNING id
+"""
+UNASSIGNED = "SELECT pg_current_xact_id_if_assigned() IS NULL"
+
+
+class Actor:
+    """A producer.  Events with `v` belong to one key, and must come in the order of `v`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._db = connection
+        self.execute = connection.execute
+        self.fetchval = connection.fetchval
+
+    async def publish(self, v: int | None = None) -> int:
+        """Insert one event; its id."""
+        own_id: int = await self._db.fetchval(INSERT, None if v is None else "key", v)
+        return own_id
+
+    async def open(self, v: int | None = None) -> int:
+        """Begin a transaction and insert one event."""
+        await self.begin()
+        return await self.publish(v)
+
+    async def begin(self, isolation: str = "READ COMMITTED") -> None:
+        await self._db.execute(f"BEGIN ISOLATION LEVEL {isolation}")
+
+    async def commit(self) -> None:
+        await self._db.execute("COMMIT")
+
+    async def rollback(self) -> None:
+        await self._db.execute("ROLLBACK")
+
+    async def take_id(self) -> int:
+        """Begin a transaction that has an id of the outbox but no xid."""
+        while True:
+            await self.begin()
+            own_id: int = await self._db.fetchval("SELECT nextval('relay.outbox_id_seq')")
+            if await self._db.fetchval(UNASSIGNED):
+                return own_id
+            # One nextval of 32 is logged, and needs an xid for that.
+            await self.rollback()
+
+    async def use_id(self, own_id: int) -> None:
+        """Insert an event with an id that was taken before, as only the owner may."""
+        await self._db.execute(
+            "INSERT INTO relay.outbox (id, type, payload) OVERRIDING SYSTEM VALUE "
+            "VALUES ($1, 'app.scripted', '{}')",
+            own_id,
+        )
+
+
+class Stage:
+    """One sequencer of a variant in a database with one endpoint."""
+
+    def __init__(self, database: Database, variant: Variant, *, strict: bool) -> None:
+        self._database = database
+        self._strict = strict
+        self._remembers = getattr(variant.sequencer, "remembers", False)
+        self._ahead_s = 0.0
+        # The clock moves only by `pass_time`.
+        stopped = on_clock(variant.tracker, lambda now: self._ahead_s - now)
+        self._variant = Variant(variant.sequencer, variant.store, stopped, variant.prepare)
+        self._connection: Connection | None = None
+        self._sequencer: Sequencer
+        self._store: Hooked
+
+    async def begin(self) -> None:
+        """Make ready the database and the sequencer."""
+        async with self._database.connection() as connection:
+            if self._variant.prepare:
+                await connection.execute(self._variant.prepare)
+        await add_endpoints(self._database, 1)
+        await self.reconnect()
+
+    async def actor(self) -> Actor:
+        """Another producer."""
+        return Actor(await self._database.connect())
+
+    async def actors(self, count: int) -> list[Actor]:
+        return [await self.actor() for _ in range(count)]
+
+    def pass_time(self, seconds: float) -> None:
+        self._ahead_s += seconds
+
+    async def limit(self, events_max: int) -> None:
+        """From now on a batch reads at most so many events."""
+        self._sequencer._settings = settings(self._database, batch_events_max=events_max)
+
+    async def reconnect(self) -> None:
+        """The sequencer's connection is new, as after a restart of the server.
+
+        A real sequencer is new then, too; one that remembers is not.
+        """
+        if self._connection is not None:
+            await self._connection.close()  # Whatever it held is free now.
+        connection = self._connection = await session(self._database)
+        if self._remembers and hasattr(self, "_sequencer"):
+            self._store._db = connection  # type: ignore[attr-defined]
+        else:
+            self._sequencer, self._store = self._variant.build(
+                connection,
+                settings(self._database),
+                store_mixin=Hooked,
+            )
+        await self._store.check()  # type: ignore[attr-defined]
+
+    def forget(self) -> None:
+        """As when a commit is in doubt."""
+        self._sequencer.forget()
+
+    async def turn(self, **before: Callable[[], Awaitable[object]]) -> Turn:
+        """One turn; `read=action` does something right before the read, and so on."""
+        for statement, action in before.items():
+            self._store.before(statement, action)
+        return await self._sequencer.turn()
+
+    async def settle(self) -> None:
+        """Take turns until there is nothing to do."""
+        await self.limit(1000)
+        for _ in range(20):
+            if await self._sequencer.turn() is Turn.IDLE:
+                return
+        raise AssertionError("the sequencer does not come to rest")
+
+    async def expect_sequenced(self, *ids: int) -> None:
+        """These ids were sequenced, in this order (asked of a strict stage only)."""
+        async with self._database.connection() as connection:
+            rows = await connection.fetch("SELECT outbox_id FROM relay.delivery ORDER BY seq")
+        assert not self._strict or [row["outbox_id"] for row in rows] == list(ids)
+
+    async def expect_old_gaps(self, *gaps: tuple[int, int]) -> None:
+        """These are the old gaps (asked of a strict stage only)."""
+        async with self._database.connection() as connection:
+            rows = await connection.fetch("SELECT lo, hi FROM relay.gap ORDER BY lo")
+        assert not self._strict or [(row["lo"], row["hi"]) for row in rows] == list(gaps)
+
+    async def crash(self) -> None:
+        """The server loses everything that it did not write down, and comes back."""
+        await asyncio.to_thread(self._database.server.embedded.restart, immediate=True)
+        await self.reconnect()
+
+
+@asynccontextmanager
+async def staged(database: Database, variant: Variant, *, strict: bool) -> AsyncIterator[Stage]:
+    """A stage that is ready; a `strict` one minds every step, others only the end."""
+    stage = Stage(database, variant, strict=strict)
+    await stage.begin()
+    yield stage

@@ -1,0 +1,80 @@
+"""Ways to fall asleep that are known to miss wake-ups."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from outbox.relay.sequencer import Sequencer, Turn
+from outbox.store.cursor import CursorStore, Look
+from tests.support.sequencers import Variant, session
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+# The flag as an ordinary row, read by the trigger in the producer's snapshot.
+FLAG_ROW = """
+CREATE TABLE relay.flag (until bigint NOT NULL);
+INSERT INTO relay.flag VALUES (1);
+GRANT SELECT ON relay.flag TO PUBLIC;
+CREATE OR REPLACE FUNCTION relay.ring() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    IF (SELECT until FROM relay.flag) > extract(epoch FROM clock_timestamp()) THEN
+        PERFORM pg_notify('relay', '');
+    END IF;
+    RETURN NULL;
+END $$;
+DROP TRIGGER ring_the_relay ON relay.outbox;
+CREATE TRIGGER ring_the_relay AFTER INSERT ON relay.outbox
+    FOR EACH STATEMENT EXECUTE FUNCTION relay.ring();
+"""
+
+
+class RowStore(CursorStore):
+    """Keeps the flag in a row."""
+
+    database: Database
+    _flag: Connection | None = None
+
+    async def set_wakeup(self, value: int) -> None:
+        # At once, as a sequence is set, and not only when the batch ends.
+        if self._flag is None:
+            self._flag = await session(self.database)
+        await self._flag.execute("UPDATE flag SET until = $1", value)
+
+    async def look(self) -> Look:
+        look = await super().look()
+        return replace(look, wakeup=await self._db.fetchval("SELECT until FROM flag"))
+
+
+class BlindSequencer(Sequencer):
+    """Does not look at the producers in flight before it sleeps."""
+
+    async def _fall_asleep(self) -> Turn:
+        turn = await super()._fall_asleep()
+        self._watched = frozenset()
+        return turn
+
+
+class LateStore(CursorStore):
+    """Sets the flag after the last read."""
+
+    _late_s: int | None = None
+
+    async def set_asleep(self, for_s: int) -> int:
+        self._late_s = for_s
+        return 0
+
+    async def look(self) -> Look:
+        look = await super().look()
+        if self._late_s is not None:
+            await super().set_asleep(self._late_s)
+            self._late_s = None
+        return look
+
+
+FLAG_IS_A_ROW = Variant(store=RowStore, prepare=FLAG_ROW)
+NO_LOOK = Variant(sequencer=BlindSequencer)
+LATE_FLAG = Variant(store=LateStore)
