@@ -36,6 +36,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 # Where a field's variable is not its own name.
 _VARIABLES = {"schema_name": "OUTBOX_SCHEMA"}
+# Where a field's flag is not its own name.
+_FLAGS = {"schema_name": "--schema", "lease_s": "--lease", "drain_s": "--drain"}
 # What libpq would connect with although nobody named a database to us.
 _LIBPQ = ("PGHOST", "PGHOSTADDR", "PGDATABASE", "PGSERVICE")
 
@@ -160,6 +162,9 @@ def load(
                 origins[name] = origin_of[name]
 
     given = {name: value for name, value in (flags or {}).items() if value is not None}
+    if given.get("dsn") == "":
+        # A shell's unset variable; going on would use another database.
+        raise UsageError("--dsn is empty")
     take({name: _flag(name) for name in given}, given)
     take(*_from_environment(env))
     path = config or env.get("OUTBOX_CONFIG")
@@ -186,7 +191,7 @@ def secrets() -> list[str]:
 
 
 def _flag(name: str) -> str:
-    return "--" + ("schema" if name == "schema_name" else name.replace("_", "-"))
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def _from_environment(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Any]]:
@@ -207,6 +212,8 @@ def _from_environment(env: Mapping[str, str]) -> tuple[dict[str, str], dict[str,
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise UsageError(f"{file_variable}: {env[file_variable]}: {why}") from None
+        if not values[name]:
+            raise UsageError(f"{file_variable}: the file {env[file_variable]} is empty")
         origins[name] = file_variable
     return origins, values
 

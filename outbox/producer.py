@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox.core import event as rules
-from outbox.errors import CannotRun, InvalidEvent, OutboxError, SchemaMissing
+from outbox.errors import CannotRun, InvalidEvent, OutboxError
 from outbox.store import publishing
 from outbox.store.publishing import in_schema
+from outbox.store.schema import SCHEMA, schema_missing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     AnyConnection: TypeAlias = Connection[Any] | PoolConnectionProxy[Any]
 
 logger = logging.getLogger("outbox.producer")
-
-SCHEMA = "relay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +281,7 @@ def _mapped(error: Exception, schema: str) -> OutboxError | None:
     said = str(error).partition("\n")[0]
     match error:
         case asyncpg.UndefinedFunctionError() | asyncpg.InvalidSchemaNameError():
-            return SchemaMissing(f'schema "{schema}" is not there; run: outbox migrate')
+            return schema_missing(schema)
         case asyncpg.InsufficientPrivilegeError():
             return CannotRun(
                 f"{said}: this role may not publish; run: outbox migrate --producer ROLE"

@@ -209,7 +209,7 @@ REVOKE ALL ON FUNCTION publish_many FROM PUBLIC;
 -- sequence because reading one ignores snapshots; an ordinary row would show a
 -- REPEATABLE READ producer an old value and lose the wake-up.
 CREATE SEQUENCE wakeup;
-SELECT setval('wakeup', 1);
+DO $$ BEGIN PERFORM setval('wakeup', 1); END $$;
 -- The trigger's WHEN runs with the producer's rights.
 GRANT SELECT ON SEQUENCE wakeup TO PUBLIC;
 

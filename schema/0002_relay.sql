@@ -235,12 +235,10 @@ CREATE INDEX journal_endpoint ON journal (endpoint_id, id);
 
 -- -------------------------------------------------------------- partitions
 
--- Makes `ahead` partitions of `width` beyond `upto`, the last one open-ended,
--- so that no producer ever meets a missing partition.  CREATE … LIKE and then
--- ATTACH, because CREATE … PARTITION OF would block every producer.
---
--- The open-ended partition is cut at its lower bound, which is only possible
--- while it is empty: it is called long before ids or batches come near.
+-- Makes the partition [lo, hi) of a parent; without `hi` an open-ended one.
+-- The last one always is, so that no producer ever meets a missing partition.
+-- CREATE … LIKE and then ATTACH, because CREATE … PARTITION OF would block every
+-- producer.
 CREATE FUNCTION add_partition(parent regclass, lo bigint, hi bigint) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
@@ -252,14 +250,15 @@ BEGIN
 END $$;
 REVOKE ALL ON FUNCTION add_partition FROM PUBLIC;
 
-SELECT add_partition('outbox', 0, 1000000);
-SELECT add_partition('outbox', 1000000, 2000000);
-SELECT add_partition('outbox', 2000000, 3000000);
-SELECT add_partition('outbox', 3000000, NULL);
-
-SELECT add_partition(parent, 0, 1000000),
-       add_partition(parent, 1000000, 2000000),
-       add_partition(parent, 2000000, NULL)
-  FROM unnest('{batch,delivery,attempt}'::regclass[]) parent;
+DO $$ BEGIN
+    PERFORM add_partition('outbox', 0, 1000000);
+    PERFORM add_partition('outbox', 1000000, 2000000);
+    PERFORM add_partition('outbox', 2000000, 3000000);
+    PERFORM add_partition('outbox', 3000000, NULL);
+    PERFORM add_partition(parent, 0, 1000000),
+            add_partition(parent, 1000000, 2000000),
+            add_partition(parent, 2000000, NULL)
+       FROM unnest('{batch,delivery,attempt}'::regclass[]) parent;
+END $$;
 
 INSERT INTO batch (batch, high) VALUES (0, 0);

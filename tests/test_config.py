@@ -172,3 +172,9 @@ def test_the_file_may_be_named(tmp_path: Path) -> None:
 def test_nothing_is_read_at_import() -> None:
     env = {"PYTHONPATH": os.pathsep.join(sys.path), "OUTBOX_LEASE_S": "x", "OUTBOX_CONFIG": "nix"}
     subprocess.run([sys.executable, "-c", "import outbox.config"], check=True, env=env)
+
+
+def test_a_bad_flag_is_named_as_it_is_written() -> None:
+    for name, flag in (("lease_s", "--lease"), ("drain_s", "--drain")):
+        with pytest.raises(UsageError, match=f"^{flag}: "):
+            load({name: -1}, env={})

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import getpass
 import re
+import shlex
 import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -97,6 +98,11 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
 def warn(message: str) -> None:
     """One line on stderr; stdout belongs to the answer."""
     click.echo(f"outbox: warning: {message}", err=True)
+
+
+def tell_more(last: object) -> None:
+    """Say on stderr that --limit cut something off, and how to go on."""
+    click.echo(f"there are more; go on with: --after {shlex.quote(str(last))}", err=True)
 
 
 def actor() -> str:

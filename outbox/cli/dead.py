@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, get_args
+import re
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,9 +14,10 @@ from outbox.cli.common import (
     limit_option,
     run_async,
     settings_options,
+    tell_more,
 )
 from outbox.cli.main import Group
-from outbox.cli.output import count, emit_json, emit_pairs, emit_table
+from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.store import dead
 from outbox.store.dead import Selection
 
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.store.dead import DeadLetter, DeadRow, Outcome
+    from outbox.store.dead import DeadLetter, DeadRow, Outcome, ReplayRow
 
-ID = click.IntRange(1, 2**63 - 1)
+ID_MAX = 2**63 - 1
 
 _SKIPPED = {
     "range": "ranges",
@@ -34,6 +36,36 @@ _SKIPPED = {
     "replaying": "replaying already",
     "discarded": "discarded",
 }
+
+
+def _dead_id(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,19}", text) or not 1 <= int(text) <= ID_MAX:
+        raise click.BadParameter(f'"{text}" is not the number of a dead letter')
+    return int(text)
+
+
+def _numbers(row: DeadRow) -> str:
+    if row.to_sequence == row.sequence:
+        return str(row.sequence)
+    return f"{row.sequence}-{row.to_sequence}"
+
+
+def _state(row: DeadRow) -> str:
+    return row.state if row.again is None else f"dead again as {row.again}"
+
+
+_COLUMNS: tuple[tuple[str, Callable[[DeadRow], Any]], ...] = (
+    ("id", lambda row: row.id),
+    ("state", _state),
+    ("endpoint", lambda row: row.endpoint),
+    ("lane", lambda row: row.lane),
+    ("number", _numbers),
+    ("type", lambda row: row.type),
+    ("reason", lambda row: row.reason),
+    ("status", lambda row: row.status),
+    ("attempts", lambda row: row.attempts),
+    ("at", lambda row: row.at),
+)
 
 
 @click.group("dead", cls=Group)
@@ -49,7 +81,7 @@ def _selection_options(callback: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--all", "everything", is_flag=True, help="All dead letters."),
         click.option("--endpoint", metavar="NAME", help="All of this endpoint."),
-        click.argument("ids", metavar="[ID]...", type=ID, nargs=-1),
+        click.argument("ids", metavar="[ID]...", type=_dead_id, nargs=-1),
     ):
         callback = option(callback)
     return callback
@@ -66,13 +98,13 @@ Examples:
 @click.option("--endpoint", metavar="NAME", help="Only of this endpoint.")
 @click.option(
     "--state",
-    type=click.Choice([*get_args(dead.State), "all"]),
+    type=click.Choice([*dead.STATES, "all"]),
     default="dead",
     show_default=True,
-    help="Replaying: sent again; discarded: set aside.",
+    help="Sent again: replaying, then replayed or dead_again; discarded: set aside.",
 )
 @limit_option
-@click.option("--after", type=click.IntRange(0, 2**63 - 1), default=0, help="Only ids above this.")
+@click.option("--after", type=click.IntRange(0, ID_MAX), default=0, help="Only ids above this.")
 @json_option
 @settings_options
 def list_(
@@ -88,28 +120,20 @@ def list_(
                 settings.schema_name,
                 endpoint=endpoint,
                 states=states,
-                limit=limit,
+                limit=limit + 1,
                 after=after,
             )
+        rows, more = rows[:limit], len(rows) > limit
+        if more:
+            tell_more(rows[-1].id)
         if as_json:
             emit_json(rows)
             return
+        # Where all are in the same state, a column of it tells nothing.
+        columns = [c for c in _COLUMNS if state in ("all", "dead_again") or c[0] != "state"]
         emit_table(
-            ["id", "endpoint", "lane", "number", "type", "reason", "status", "attempts", "at"],
-            [
-                (
-                    r.id,
-                    r.endpoint,
-                    r.lane,
-                    _numbers(r),
-                    r.type,
-                    r.reason,
-                    r.status,
-                    r.attempts,
-                    r.at,
-                )
-                for r in rows
-            ],
+            [name for name, _ in columns],
+            [[value(row) for _, value in columns] for row in rows],
             "no dead letters",
         )
 
@@ -122,7 +146,7 @@ Example:
   outbox dead show 42 --json
 """
 )
-@click.argument("dead_id", metavar="ID", type=ID)
+@click.argument("dead_id", metavar="ID", type=_dead_id)
 @json_option
 @settings_options
 def show(settings: Settings, dead_id: int, as_json: bool) -> None:
@@ -207,12 +231,6 @@ def _tell(verb: str, outcome: Outcome, as_json: bool) -> None:
         click.echo(f"left alone: {left}")
 
 
-def _numbers(row: DeadRow) -> str:
-    if row.to_sequence == row.sequence:
-        return str(row.sequence)
-    return f"{row.sequence}-{row.to_sequence}"
-
-
 def _as_json(letter: DeadLetter) -> dict[str, Any]:
     row = letter.row
     flat = {name: getattr(row, name) for name in row.__slots__}
@@ -225,7 +243,7 @@ def _show(letter: DeadLetter) -> None:
     emit_pairs(
         [
             ("id", row.id),
-            ("state", row.state),
+            ("state", _state(row)),
             ("endpoint", row.endpoint),
             ("lane", row.lane),
             ("number", _numbers(row)),
@@ -241,8 +259,11 @@ def _show(letter: DeadLetter) -> None:
             ("headers", letter.headers),
             ("payload", letter.payload),
             ("last answer", letter.last_answer),
+            *(("sent again", _again(again)) for again in letter.replays),
         ]
     )
-    for again in letter.replays:
-        where = f"as number {again.sequence} of lane {again.lane}" if again.lane else "not yet"
-        emit_pairs([("sent again", f"{where}, asked for at {again.asked_at}")])
+
+
+def _again(again: ReplayRow) -> str:
+    where = f"as number {again.sequence} of lane {again.lane}" if again.lane else "not yet"
+    return f"{where}, asked for at {cell(again.asked_at)}"

@@ -13,6 +13,8 @@ from outbox.cli.common import (
     limit_option,
     run_async,
     settings_options,
+    tell_more,
+    warn,
 )
 from outbox.cli.main import Group
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table
@@ -49,7 +51,9 @@ Examples:
 )
 @click.option("--tenant", metavar="TENANT", help="This tenant's events; default: those of none.")
 @click.option("--all-tenants", is_flag=True, help="Events of every tenant, and of none.")
-@click.option("--lanes", default=1, show_default=True, help="Requests at once; order is per key.")
+@click.option(
+    "--lanes", default=1, show_default=True, help="Requests at once, 1 to 1024; order is per key."
+)
 @json_option
 @settings_options
 def add(
@@ -62,7 +66,10 @@ def add(
     lanes: int,
     as_json: bool,
 ) -> None:
-    """Add an endpoint; shows its signing secret, this once."""
+    """Add an endpoint; shows its signing secret, this once.
+
+    It gets what is not sequenced yet, and everything after it.
+    """
     EgressPolicy(settings.allow_networks).check_url(url)
 
     async def go() -> None:
@@ -77,6 +84,12 @@ def add(
                 all_tenants=all_tenants,
                 lanes=lanes,
                 actor=actor(),
+            )
+        if made.waiting:
+            wait = "waits" if made.waiting == 1 else "wait"
+            warn(
+                f"{count(made.waiting, 'event')} {wait} for a relay; "
+                "this endpoint gets those that match, too"
             )
         if as_json:
             emit_json(
@@ -121,7 +134,12 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
 
     async def go() -> None:
         async with database(settings) as connection:
-            rows = await endpoints.page(connection, settings.schema_name, limit=limit, after=after)
+            rows = await endpoints.page(
+                connection, settings.schema_name, limit=limit + 1, after=after
+            )
+        rows, more = rows[:limit], len(rows) > limit
+        if more:
+            tell_more(rows[-1].name)
         if as_json:
             emit_json(rows)
             return
@@ -193,15 +211,19 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
     epilog="""\b
 Examples:
   outbox endpoint remove billing
-  outbox endpoint remove billing --give-up     what it is owed becomes dead letters
+  outbox endpoint remove billing --give-up     what it is owed is never sent
 """
 )
 @click.argument("name")
-@click.option("--give-up", is_flag=True, help="Also when it is still owed deliveries.")
+@click.option("--give-up", is_flag=True, help="Also when it is owed deliveries: never send them.")
 @json_option
 @settings_options
 def remove(settings: Settings, name: str, give_up: bool, as_json: bool) -> None:
-    """Remove an endpoint; its name is free again afterwards."""
+    """Remove an endpoint; its name is free again afterwards.
+
+    Deliveries that are given up become one dead letter per lane, a range of
+    numbers.  It is kept for the record and cannot be sent again.
+    """
 
     async def go() -> None:
         async with database(settings) as connection:
@@ -214,8 +236,8 @@ def remove(settings: Settings, name: str, give_up: bool, as_json: bool) -> None:
             click.echo(f'removed endpoint "{gone.name}"')
         else:
             click.echo(
-                f'removing endpoint "{gone.name}": its relay turns '
-                f"{count(gone.owed, 'delivery')} into dead letters"
+                f'removing endpoint "{gone.name}": the relay gives up its '
+                f"{count(gone.owed, 'delivery')}; without a running relay, the next one does"
             )
 
     run_async(go())

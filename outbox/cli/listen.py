@@ -16,6 +16,7 @@ from outbox.cli.output import count, emit_json, safe, style
 from outbox.config import load
 from outbox.core.order import Kind
 from outbox.core.signature import parse_secret
+from outbox.errors import UsageError
 from outbox.receiver.server import Handled, Outcome, Receiver, Totals
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from outbox.core.ranges import Range
 
+LATENCY_MAX_MS = 3_600_000
 _COLOURS = {
     Outcome.ACCEPTED: "green",
     Outcome.DUPLICATE: "yellow",
@@ -73,6 +75,8 @@ def command(
     It verifies signatures, drops duplicates, checks that every number comes in
     order, and prints what it got.
     """
+    if not 0 <= latency <= LATENCY_MAX_MS:
+        raise UsageError(f"--latency: must be between 0 and {LATENCY_MAX_MS} ms, not {latency:g}")
     settings = load(config=config)
     if not secrets and settings.secret is not None:
         secrets = (settings.secret.get_secret_value(),)

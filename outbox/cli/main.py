@@ -5,7 +5,7 @@ name answer at once.  Whatever goes wrong ends as one line on stderr and an
 exit code:
 
     0    done
-    1    it ran, and the answer is bad
+    1    it ran, and the answer is bad, or could not be written
     2    wrong usage
     3    it could not run
     130  interrupted
@@ -18,6 +18,7 @@ import importlib
 import os
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 PROGRAM = "outbox"
 DEBUG_VARIABLE = "OUTBOX_DEBUG"
+EXIT_UNANSWERED = 1
 EXIT_UNEXPECTED = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
@@ -148,7 +150,7 @@ def run(args: Sequence[str]) -> int:
             with cli.make_context(PROGRAM, list(args)) as ctx:
                 cli.invoke(ctx)
         finally:
-            sys.stdout.flush()
+            _flush()
     except click.exceptions.Exit as end:
         return end.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
@@ -161,12 +163,43 @@ def run(args: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever reads us has enough; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever reads us has enough.
+        _drop_output()
         return EXIT_BROKEN_PIPE
     except Exception as error:  # The last resort: still one line.
+        if isinstance(error, OSError) and _is_of_the_output(error):
+            _drop_output()
+            why = error.strerror or str(error)
+            return _fail(
+                f"it was done, but the answer could not be written: {why}", EXIT_UNANSWERED
+            )
         return _fail(_unexpected(error), EXIT_UNEXPECTED)
     return 0
+
+
+def _flush() -> None:
+    # There is no stdout at all when it was closed before we were started.
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _is_of_the_output(error: OSError) -> bool:
+    """Whether it was the answer that could not be written: a full disk, say."""
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_code is click.echo.__code__ for frame, _ in frames):
+        return True
+    # Or stdout still holds it, and fails again.
+    try:
+        _flush()
+    except OSError:
+        return True
+    return False
+
+
+def _drop_output() -> None:
+    """Let go of what cannot be written; Python would complain once more at exit."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage(error: click.ClickException) -> str:
@@ -194,5 +227,6 @@ def _fail(message: str, exit_code: int) -> int:
     if os.environ.get(DEBUG_VARIABLE):
         traceback.print_exc()
     # Whatever was quoted in it, it stays one line.
-    click.echo(f"{PROGRAM}: {' '.join(message.split())}", err=True)
+    with suppress(OSError):  # The exit code tells even where stderr is full.
+        click.echo(f"{PROGRAM}: {' '.join(message.split())}", err=True)
     return exit_code

@@ -10,6 +10,7 @@ from outbox.cli.common import database, json_option, run_async, settings_options
 from outbox.cli.output import emit_json
 from outbox.errors import UsageError
 from outbox.store import migrate
+from outbox.store.schema import migrate_command
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -59,6 +60,9 @@ def command(
     """
     if check and as_sql:
         raise UsageError("say one of --check and --sql, not both")
+    if check and (producers or payload_bytes_max is not None):
+        given = "--producer" if producers else "--payload-bytes-max"
+        raise UsageError(f"--check changes nothing; it does not go with {given}")
     if as_sql:
         if as_json:
             raise UsageError("--sql prints SQL; it does not go with --json")
@@ -86,7 +90,7 @@ async def _check(settings: Settings, as_json: bool) -> None:
     elif pending:
         click.echo(
             f'schema "{status.schema}" is at version {status.version}; '
-            f"pending: {', '.join(pending)}; run: outbox migrate"
+            f"pending: {', '.join(pending)}; run: {migrate_command(status.schema)}"
         )
     else:
         click.echo(f'schema "{status.schema}" is up to date, at version {status.version}')
@@ -105,8 +109,21 @@ async def _migrate(
     version = migrate.migrations()[-1].version
     applied = [str(migration) for migration in done]
     if as_json:
-        emit_json({"schema": schema, "version": version, "applied": applied})
-    elif applied:
+        emit_json(
+            {
+                "schema": schema,
+                "version": version,
+                "applied": applied,
+                "producers": producers,
+                "payload_bytes_max": payload_bytes_max,
+            }
+        )
+        return
+    if applied:
         click.echo(f'schema "{schema}" is at version {version}; applied {", ".join(applied)}')
     else:
         click.echo(f'schema "{schema}" is up to date, at version {version}')
+    for role in producers:
+        click.echo(f'role "{role}" may publish')
+    if payload_bytes_max is not None:
+        click.echo(f"payload limit: {payload_bytes_max} bytes")

@@ -35,7 +35,7 @@ def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str
         return
     cells = [[cell(value) for value in row] for row in rows]
     numeric = [any(isinstance(row[i], int) for row in rows) for i in range(len(columns))]
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         _rich_table(columns, cells, numeric)
     else:
         _plain_table(columns, cells, numeric)

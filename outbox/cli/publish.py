@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   outbox publish order.paid --key order-7 --payload '{"order": 7}'
-  jq -c .order.json | outbox publish order.paid --payload -
+  jq -c . order.json | outbox publish order.paid --payload -
   outbox publish plan.renewed --once plan:7    at most once in 30 days
 """
 )
@@ -79,6 +79,8 @@ def command(
 
 def _read(payload: str) -> bytes:
     if payload == "-":
+        if sys.stdin is None:
+            raise UsageError("--payload -: stdin is closed")
         return sys.stdin.buffer.read()
     return payload.encode("utf-8", "surrogateescape")
 

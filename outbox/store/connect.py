@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.names import search_path
-from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, SchemaMissing, UsageError
+from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
+from outbox.store.schema import schema_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -157,8 +158,15 @@ def _connect_failure(dsn: Dsn, address: tuple[str, int], error: Exception) -> Ou
             text = f"no server listens at {where}; start it, or correct the address"
         case PermissionError():
             text = f"{where} may not be opened by this system user"
+        case ConnectionError() if "SSL upgrade" in said and not _wants_tls(dsn):
+            # PostgreSQL without TLS says so, and the login goes on.
+            text = f"what answers at {where} is not PostgreSQL; check the port"
         case ConnectionError() if "SSL upgrade" in said:
             text = f"the server at {where} does not offer TLS; it is asked for by sslmode"
+        case ConnectionResetError() | asyncpg.ConnectionDoesNotExistError():
+            text = f"{where} closed the connection at once"
+        case ConnectionError() if "connection_lost" in said:
+            text = f"{where} closed the connection at once"
         case asyncpg.InvalidPasswordError():
             text = f'the password of role "{dsn.user}" was not accepted at {where}'
         case asyncpg.InvalidCatalogNameError():
@@ -178,6 +186,10 @@ def _connect_failure(dsn: Dsn, address: tuple[str, int], error: Exception) -> Ou
         case _:
             text = f"{where} cannot be used: {said or type(error).__name__}"
     return DatabaseUnavailable(text)
+
+
+def _wants_tls(dsn: Dsn) -> bool:
+    return dsn.sslmode not in (None, "allow", "prefer") or "sslrootcert" in dsn.tls
 
 
 def _first_line(error: BaseException) -> str:
@@ -246,8 +258,3 @@ def map_errors(schema: str) -> Iterator[None]:
         raise DatabaseUnavailable(
             "the connection to the database was lost; run it again"
         ) from error
-
-
-def schema_missing(schema: str) -> SchemaMissing:
-    """The error for a schema that is not there."""
-    return SchemaMissing(f'schema "{schema}" is not there; run: outbox migrate')

@@ -1,14 +1,16 @@
 """Dead letters: looking at them, sending them again, setting them aside.
 
-A dead letter that is sent again stays, as `replaying`: its delivery is a new
-one at the end of its lane, which may die again as a dead letter of its own.
+A dead letter that is sent again stays: its delivery is a new one at the end of
+its lane, which may die again as a dead letter of its own.  The table knows it as
+`replaying` for good; what became of the new delivery is read from its lane's
+progress, so that an acknowledgement costs no write here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import orjson
 
@@ -25,43 +27,74 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-State = Literal["dead", "replaying", "discarded"]
-STATES: tuple[State, ...] = ("dead", "replaying", "discarded")
+State = Literal["dead", "replaying", "replayed", "dead_again", "discarded"]
+"""Sent again: `replaying` while it is owed, then `replayed`, or `dead_again`."""
+STATES: tuple[State, ...] = get_args(State)
 
 # A name may have been used by several endpoints, one after the other; dead
 # letters outlive them, so all of them are meant.
 FIND_ENDPOINTS = "SELECT id FROM endpoint WHERE name = $1"
 
-LIST_DEAD = """
+# Replays, and what became of each.  It was given up when a dead letter of its
+# lane has its number (numbers of ranges do not overlap, so the nearest one
+# below decides), and else delivered when the lane's progress is past it.
+_REPLAYS = """
+SELECT r.id, r.dead_id, r.asked_at, r.lane_id, r.seq,
+       CASE WHEN died.to_seq >= r.seq THEN died.id END AS again,
+       CASE WHEN died.to_seq >= r.seq THEN 'dead_again'
+            WHEN r.seq <= p.acked_seq
+                 OR EXISTS (SELECT FROM attempt a
+                             WHERE a.lane_id = r.lane_id AND a.batch = r.batch
+                               AND a.seq = r.seq AND a.outcome = 'delivered') THEN 'replayed'
+            ELSE 'replaying' END AS state
+  FROM replay r
+  LEFT JOIN lane_progress p ON p.lane_id = r.lane_id
+  LEFT JOIN LATERAL (
+       SELECT x.id, x.to_seq FROM dead_letter x
+        WHERE x.lane_id = r.lane_id AND x.seq <= r.seq
+        ORDER BY x.seq DESC LIMIT 1) died ON true
+"""
+
+_LAST_REPLAY = f"""
+  LEFT JOIN LATERAL (
+       SELECT s.state, s.again FROM ({_REPLAYS}) s
+        WHERE s.dead_id = d.id AND d.state = 'replaying'
+        ORDER BY s.id DESC LIMIT 1) t ON true
+"""  # noqa: S608 (constants only)
+
+# The stored state first: what is dead stands in an index of its own.
+LIST_DEAD = f"""
 SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.to_seq,
        d.event_id, d.type, d.reason, (d.last_answer ->> 'status')::integer AS status,
-       d.attempts, d.at, d.state
+       d.attempts, d.at, coalesce(t.state, d.state) AS state, t.again
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id
   JOIN lane l ON l.id = d.lane_id
- WHERE d.id > $1 AND d.state = ANY ($2)
+{_LAST_REPLAY}
+ WHERE d.id > $1 AND d.state = ANY ($2) AND coalesce(t.state, d.state) = ANY ($5)
    AND ($3::uuid[] IS NULL OR d.endpoint_id = ANY ($3))
  ORDER BY d.id LIMIT $4
-"""
+"""  # noqa: S608
 
-GET_DEAD = """
+GET_DEAD = f"""
 SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.to_seq,
        d.event_id, d.type, d.reason, (d.last_answer ->> 'status')::integer AS status,
-       d.attempts, d.at, d.state,
+       d.attempts, d.at, coalesce(t.state, d.state) AS state, t.again,
        d.tenant, d.key, d.payload::text AS payload, d.headers::text AS headers,
        d.published_at, d.expires_at, d.last_answer::text AS last_answer
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id
   JOIN lane l ON l.id = d.lane_id
+{_LAST_REPLAY}
  WHERE d.id = $1
-"""
+"""  # noqa: S608
 
-# When it was asked to be sent again, and which delivery that became.
-GET_REPLAYS = """
-SELECT r.asked_at, l.endpoint_id, l.generation, l.slot, r.seq
-  FROM replay r LEFT JOIN lane l ON l.id = r.lane_id
+# When it was asked to be sent again, which delivery that became, and what of it.
+GET_REPLAYS = f"""
+SELECT r.asked_at, l.endpoint_id, l.generation, l.slot, r.seq, r.state, r.again
+  FROM ({_REPLAYS}) r LEFT JOIN lane l ON l.id = r.lane_id
  WHERE r.dead_id = $1 ORDER BY r.id
-"""
+"""  # noqa: S608
 
 # Locked in the order of their ids, as everybody does who locks several.
 LOCK_DEAD = """
@@ -98,6 +131,8 @@ class DeadRow:
     attempts: int
     at: datetime
     state: State
+    again: int | None
+    """The dead letter that it became when it was sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +142,8 @@ class ReplayRow:
     asked_at: datetime
     lane: str | None
     sequence: int | None
+    state: State
+    again: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +205,9 @@ async def page(
     """
     with map_errors(schema):
         endpoint_ids = await _endpoint_ids(connection, endpoint)
-        rows = await connection.fetch(LIST_DEAD, after, list(states), endpoint_ids, limit)
+        rows = await connection.fetch(
+            LIST_DEAD, after, _stored(states), endpoint_ids, limit, list(states)
+        )
     return [_row(row) for row in rows]
 
 
@@ -193,7 +232,13 @@ async def get(connection: Connection[Any], schema: str, dead_id: int) -> DeadLet
         expires_at=row["expires_at"],
         last_answer=_json(row["last_answer"]),
         replays=tuple(
-            ReplayRow(r["asked_at"], None if r["seq"] is None else _lane(r), r["seq"])
+            ReplayRow(
+                asked_at=r["asked_at"],
+                lane=None if r["seq"] is None else _lane(r),
+                sequence=r["seq"],
+                state=r["state"],
+                again=r["again"],
+            )
             for r in replays
         ),
     )
@@ -259,9 +304,29 @@ async def _choose(
             chosen.append(row)
         elif ids is None:
             skipped[reason] += 1
+        elif row["state"] == "replaying":
+            raise await _sent_again(connection, row["id"])
         else:
             raise UsageError(f"dead letter {row['id']} {explanation}")
     return chosen, dict(skipped)
+
+
+async def _sent_again(connection: Connection[Any], dead_id: int) -> UsageError:
+    """Why not once more: what became of the last replay."""
+    last = (await connection.fetch(GET_REPLAYS, dead_id))[-1]
+    text = {
+        "replaying": "is being sent again already",
+        "replayed": f"was sent again as number {last['seq']}",
+        "dead_again": f"was sent again, and is dead again as {last['again']}",
+    }[last["state"]]
+    shown = last["again"] or dead_id
+    return UsageError(f"dead letter {dead_id} {text}; see: outbox dead show {shown}")
+
+
+def _stored(states: Sequence[State]) -> list[str]:
+    """States as the table has them."""
+    sent_again = ("replayed", "dead_again")
+    return sorted({"replaying" if state in sent_again else state for state in states})
 
 
 def _why_not_dead(row: Any) -> tuple[str | None, str]:
@@ -321,6 +386,7 @@ def _row(row: Any) -> DeadRow:
         attempts=row["attempts"],
         at=row["at"],
         state=row["state"],
+        again=row["again"],
     )
 
 

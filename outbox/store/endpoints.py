@@ -7,7 +7,6 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
 import orjson
 
 from outbox.core import pattern
@@ -30,6 +29,16 @@ NAME_BYTES_MAX = 200
 LANES_MAX = 1024
 SECRET_BYTES = 32
 EVERYTHING = "**"
+
+# Under the cursor row, so nobody else adds one of the same name meanwhile.
+FIND_NAME = "SELECT state FROM endpoint WHERE name = $1 AND state <> 'removed'"
+
+# Ids given out that no batch has seen; some of them may be rolled back.
+COUNT_WAITING = """
+SELECT greatest(0, coalesce(
+           pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0) - b.high)
+  FROM batch b ORDER BY b.batch DESC LIMIT 1
+"""
 
 ADD_ENDPOINT = """
 INSERT INTO endpoint (name, url, tenant, all_tenants, lanes, retry)
@@ -138,6 +147,8 @@ class NewEndpoint:
     lanes: int
     types: tuple[str, ...]
     from_batch: int
+    waiting: int
+    """At most so many events are not sequenced yet; it gets those, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +210,7 @@ async def add(
     lanes: int = 1,
     retry: Mapping[str, Any] | None = None,
 ) -> NewEndpoint:
-    """Add an endpoint; it gets events from the next batch on.
+    """Add an endpoint; it gets what is not sequenced yet, and everything after it.
 
     Args:
         url: checked by the caller, who knows which networks are open.
@@ -223,14 +234,13 @@ async def add(
     numbers = orjson.dumps(dict(retry or STANDARD.to_dict())).decode()
     secret = format_secret(secrets.token_bytes(SECRET_BYTES))
     async with change(connection, schema) as from_batch:
-        try:
-            row = await connection.fetchrow(
-                ADD_ENDPOINT, name, url, tenant, all_tenants, lanes, numbers
-            )
-        except asyncpg.UniqueViolationError:
-            raise UsageError(
-                f'endpoint "{name}" exists already; choose another name, or remove it first'
-            ) from None
+        state = await connection.fetchval(FIND_NAME, name)
+        if state is not None:
+            raise _name_taken(name, state)
+        waiting: int = await connection.fetchval(COUNT_WAITING)
+        row = await connection.fetchrow(
+            ADD_ENDPOINT, name, url, tenant, all_tenants, lanes, numbers
+        )
         endpoint_id = row["id"]
         await connection.execute(ADD_SECRET, endpoint_id, secret)
         await connection.execute(
@@ -248,7 +258,16 @@ async def add(
             "from_batch": from_batch,
         }
         await write_journal(connection, "endpoint_added", actor, endpoint_id, settings)
-    return NewEndpoint(endpoint_id, name, url, secret, lanes, tuple(patterns), from_batch)
+    return NewEndpoint(
+        id=endpoint_id,
+        name=name,
+        url=url,
+        secret=secret,
+        lanes=lanes,
+        types=tuple(patterns),
+        from_batch=from_batch,
+        waiting=waiting,
+    )
 
 
 async def page(
@@ -299,7 +318,7 @@ async def remove(
         if owed and not give_up:
             raise UsageError(
                 f'endpoint "{name}" is owed {owed} deliveries; wait for them, or say --give-up '
-                "to turn them into dead letters"
+                "to give them up for good"
             )
         state = "removing" if owed else "removed"
         await connection.execute(END_SUBSCRIPTION, endpoint_id, from_batch)
@@ -319,6 +338,14 @@ async def not_found(connection: Connection[Any], name: str) -> NotFound:
     near = difflib.get_close_matches(name, names, 1)
     hint = f'did you mean "{near[0]}"?' if near else "see: outbox endpoint list"
     return NotFound(f'there is no endpoint "{name}"; {hint}')
+
+
+def _name_taken(name: str, state: str) -> UsageError:
+    if state == "removing":
+        return UsageError(
+            f'endpoint "{name}" is being removed; its name is free when a relay has finished that'
+        )
+    return UsageError(f'endpoint "{name}" exists already; choose another name, or remove it first')
 
 
 def _check_name(name: str) -> None:

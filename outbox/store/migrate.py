@@ -19,7 +19,8 @@ import asyncpg
 
 from outbox.core.names import quote_ident, quote_literal, schema_name, search_path
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
-from outbox.store.connect import map_errors, schema_missing
+from outbox.store.connect import map_errors
+from outbox.store.schema import migrate_command, schema_missing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,9 +32,11 @@ PAYLOAD_BYTES_RANGE = (1024, 67_108_864)
 """What `set_payload_bytes_max` takes."""
 
 # One migrator at a time for each schema; the lock goes with the transaction.
-LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('outbox migrate ' || $1, 0))"
+LOCK = "pg_advisory_xact_lock(hashtextextended('outbox migrate ' || {}, 0))"
 
 FIND_SCHEMA = "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
+
+WHO_AM_I = "SELECT current_user AS role, current_database() AS database"
 
 # The history table of exactly this schema, whatever the search path.
 FIND_HISTORY = """
@@ -61,8 +64,8 @@ GUARD = """DO $$ BEGIN
 END $$;"""
 
 READ_PAYLOAD_LIMIT = "SELECT payload_bytes_max()"
-SET_PAYLOAD_LIMIT = "SELECT set_payload_bytes_max({})"
-GRANT_PRODUCER = "SELECT grant_producer({}::regrole)"
+SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
+GRANT_PRODUCER = "grant_producer({}::regrole)"
 
 # Changing the limit needs the table for itself for a moment.  Producers queue
 # behind whoever waits for that, so it does not wait long.
@@ -163,7 +166,7 @@ async def require_current(connection: Connection[Any], schema: str) -> None:
     if found.pending:
         raise SchemaMissing(
             f'schema "{schema}" is at version {found.version}, this program needs '
-            f"{found.pending[-1].version}; run: outbox migrate"
+            f"{found.pending[-1].version}; run: {migrate_command(schema)}"
         )
 
 
@@ -197,7 +200,7 @@ async def migrate(
             # READ COMMITTED, whatever the default here: the history has to be
             # read in a snapshot that begins after the lock was granted.
             async with connection.transaction(isolation="read_committed"):
-                await connection.execute(LOCK, schema)
+                await connection.execute(_perform(LOCK.format(quote_literal(schema))))
                 found = await status(connection, schema)
                 if not found.pending:
                     await _apply_settings(connection, schema, producers, payload_bytes_max)
@@ -218,7 +221,14 @@ async def _read_history(connection: Connection[Any], schema: str) -> dict[int, s
 
 async def _apply(connection: Connection[Any], schema: str, migration: Migration) -> None:
     if not await connection.fetchval(FIND_SCHEMA, schema):
-        await connection.execute(f"CREATE SCHEMA {quote_ident(schema)}")
+        me = await connection.fetchrow(WHO_AM_I)
+        try:
+            await connection.execute(f"CREATE SCHEMA {quote_ident(schema)}")
+        except asyncpg.InsufficientPrivilegeError as error:
+            raise CannotRun(
+                "this role may not create a schema here: GRANT CREATE ON DATABASE "
+                f"{quote_ident(me['database'])} TO {quote_ident(me['role'])}"
+            ) from error
     await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
     await connection.execute(CREATE_HISTORY)
     try:
@@ -245,7 +255,7 @@ async def _apply_settings(
     if await connection.fetchval(READ_PAYLOAD_LIMIT) != payload_bytes_max:
         await connection.execute(BOUND_WAIT)
         try:
-            await connection.execute(SET_PAYLOAD_LIMIT.format(payload_bytes_max))
+            await connection.execute(_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max)))
         except asyncpg.LockNotAvailableError:
             raise CannotRun(
                 "the payload limit was not changed: a transaction holds the outbox table; "
@@ -275,13 +285,12 @@ def sql(
         raise UsageError(
             f"there is no version {after}; this program knows 0 to {known[-1].version}"
         )
-    lock = LOCK.replace("$1", quote_literal(schema))
     parts = [
         f"-- outbox-relay, versions {after + 1} to {known[-1].version}, "
         f"for schema {quote_ident(schema)}.\n"
         "-- Apply with: psql --set ON_ERROR_STOP=1 --file THIS_FILE",
         "BEGIN ISOLATION LEVEL READ COMMITTED;",
-        f"{lock};",
+        f"{_perform(LOCK.format(quote_literal(schema)))};",
         f"CREATE SCHEMA IF NOT EXISTS {quote_ident(schema)};",
         f"SET LOCAL search_path = {search_path(schema)};",
         f"{CREATE_HISTORY};",
@@ -291,7 +300,7 @@ def sql(
         parts += [f"\n-- {migration}.sql\n\n{migration.sql.strip()}", f"{_history_row(migration)};"]
     parts += [f"{_grant(role)};" for role in producers]
     if payload_bytes_max is not None:
-        parts.append(f"{SET_PAYLOAD_LIMIT.format(payload_bytes_max)};")
+        parts.append(f"{_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max))};")
     return "\n".join([*parts, "COMMIT;", ""])
 
 
@@ -302,7 +311,12 @@ def _history_row(migration: Migration) -> str:
 
 
 def _grant(role: str) -> str:
-    return GRANT_PRODUCER.format(quote_literal(quote_ident(role)))
+    return _perform(GRANT_PRODUCER.format(quote_literal(quote_ident(role))))
+
+
+def _perform(call: str) -> str:
+    # Not SELECT: psql would print an empty table for each.
+    return f"DO {quote_literal(f'BEGIN PERFORM {call}; END')}"
 
 
 def _check_payload_limit(bytes_max: int | None) -> None:

@@ -152,7 +152,7 @@ class EgressPolicy:
         if not url.raw_host:
             raise UsageError("url: names no host; it must look like https://example.com/path")
         if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
-            raise UsageError("url: must not hold a user or password; use a header instead")
+            raise UsageError("url: must not hold a user or password")
         if "#" in text:
             raise UsageError("url: must not have a fragment (#…); it would never be sent")
         if port == 0:

@@ -58,7 +58,7 @@ def test_migrate(outbox: Command, empty_database: Database) -> None:
     assert check.code == 1
     assert check.out == (
         'schema "My schema" is at version 0; pending: 0001_outbox, 0002_relay; '
-        "run: outbox migrate\n"
+        "run: outbox migrate --schema 'My schema'\n"
     )
     assert outbox("migrate", "--check", "--json", **env).json == {
         "schema": "My schema",
@@ -74,6 +74,8 @@ def test_migrate(outbox: Command, empty_database: Database) -> None:
         "schema": "My schema",
         "version": 2,
         "applied": [],
+        "producers": [],
+        "payload_bytes_max": None,
     }
     check = outbox("migrate", "--check", **env)
     assert (check.code, check.out) == (0, 'schema "My schema" is up to date, at version 2\n')
@@ -83,6 +85,8 @@ def test_migrate_prints_sql_without_a_database(outbox: Command, empty_database: 
     script = outbox("migrate", "--sql", "--schema", "by_hand", "--payload-bytes-max", "5000")
     assert script.code == 0
     assert script.out.rstrip().endswith("COMMIT;")
+    # psql would print an empty table for each.
+    assert "\nSELECT " not in script.out
 
     async def apply() -> None:
         async with empty_database.connection() as connection:
@@ -109,12 +113,25 @@ def test_migrate_grants_and_limits(here: Command, database: Database) -> None:
     )
     assert here("migrate", "--payload-bytes-max", "10").code == 2
     execute(database, "DROP ROLE IF EXISTS app; CREATE ROLE app LOGIN")
-    assert here("migrate", "--producer", "app", "--payload-bytes-max", "5000").code == 0
+    granted = here("migrate", "--producer", "app", "--payload-bytes-max", "5000")
+    assert granted.out == (
+        'schema "relay" is up to date, at version 2\n'
+        'role "app" may publish\n'
+        "payload limit: 5000 bytes\n"
+    )
+    as_json = here("migrate", "--producer", "app", "--json").json
+    assert (as_json["producers"], as_json["payload_bytes_max"]) == (["app"], None)
     as_app = {"OUTBOX_DSN": database.server.embedded.dsn(database.name, user="app")}
     assert here("publish", "a.b", **as_app).code == 0
     too_large = here("publish", "a.b", "--payload", '"' + "x" * 5000 + '"', **as_app)
     assert too_large.code == 2
     assert too_large.error == "payload: 5002 bytes as JSON, the limit is 5000"
+    first = here("migrate", "--schema", "mine", **as_app)
+    assert (first.code, first.error) == (
+        3,
+        "this role may not create a schema here: GRANT CREATE ON DATABASE "
+        f'"{database.name}" TO "app"',
+    )
     denied = here("status", **as_app)
     assert denied.code == 3
     assert "permission denied for table migration" in denied.error
@@ -202,6 +219,16 @@ def test_endpoint_add_shows_the_secret_once(here: Command) -> None:
         assert "whsec_" not in here("endpoint", *command).out
 
 
+def test_an_endpoint_gets_what_waits_for_a_relay(here: Command) -> None:
+    here("publish", "a.b")
+    here("publish", "a.b")
+    late = here("endpoint", "add", "late", URL, "--json")
+    assert late.json["name"] == "late"
+    assert late.err == (
+        "outbox: warning: 2 events wait for a relay; this endpoint gets those that match, too\n"
+    )
+
+
 def test_endpoint_list_and_show(here: Command) -> None:
     assert (
         here("endpoint", "list").out == "no endpoints; add one with: outbox endpoint add NAME URL\n"
@@ -216,6 +243,10 @@ def test_endpoint_list_and_show(here: Command) -> None:
     assert [line.split()[0] for line in table[1:]] == ["a", "b", "c"]
     first = here("endpoint", "list", "--json", "--limit", 2).json
     assert [e["name"] for e in first] == ["a", "b"]
+    cut = here("endpoint", "list", "--limit", 2)
+    assert cut.err == "there are more; go on with: --after b\n"
+    assert len(cut.out.splitlines()) == 3
+    assert here("endpoint", "list", "--limit", 3).err == ""
     rest = here("endpoint", "list", "--json", "--limit", 2, "--after", "b").json
     assert [e["name"] for e in rest] == ["c"]
     assert rest[0]["types"] == ["**"]
@@ -285,11 +316,17 @@ def test_endpoint_remove(here: Command, database: Database) -> None:
     owed = here("endpoint", "remove", "b")
     assert owed.code == 2
     assert owed.error == (
-        'endpoint "b" is owed 3 deliveries; wait for them, or say --give-up to turn them into '
-        "dead letters"
+        'endpoint "b" is owed 3 deliveries; wait for them, or say --give-up to give them up '
+        "for good"
     )
     assert here("endpoint", "remove", "b", "--give-up").out == (
-        'removing endpoint "b": its relay turns 3 deliveries into dead letters\n'
+        'removing endpoint "b": the relay gives up its 3 deliveries; '
+        "without a running relay, the next one does\n"
+    )
+    taken = here("endpoint", "add", "b", URL)
+    assert (taken.code, taken.error) == (
+        2,
+        'endpoint "b" is being removed; its name is free when a relay has finished that',
     )
     assert here("endpoint", "remove", "b", "--json").json["state"] == "removing"
 
@@ -319,6 +356,9 @@ def test_dead_list(here: Command, database: Database) -> None:
     UUID(one["event"])
     assert (whole["sequence"], whole["to_sequence"], whole["event"]) == (10, 19, None)
     assert [r["id"] for r in here("dead", "list", "--json", "--limit", 1).json] == [one["id"]]
+    assert here("dead", "list", "--limit", 1).err == (
+        f"there are more; go on with: --after {one['id']}\n"
+    )
     after = here("dead", "list", "--json", "--after", one["id"]).json
     assert [r["id"] for r in after] == [whole["id"]]
     table = here("dead", "list").out
@@ -357,13 +397,25 @@ def test_dead_replay_and_discard(here: Command, database: Database) -> None:
     assert here("dead", "replay", "--endpoint", "a").out == (
         "replaying 0 dead letters\nleft alone: 1 ranges\n"
     )
-    assert "not yet, asked for at" in here("dead", "show", 1).out
+    assert re.search(
+        r"^sent again   not yet, asked for at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]",
+        here("dead", "show", 1).out,
+        re.MULTILINE,
+    )
+    every = here("dead", "list", "--state", "all").out.splitlines()
+    assert [line.split()[:2] for line in every] == [
+        ["ID", "STATE"], ["1", "replaying"], ["2", "dead"],
+    ]  # fmt: skip
+    assert "STATE" not in here("dead", "list").out
     assert [r["state"] for r in here("dead", "list", "--state", "all", "--json").json] == [
         "replaying",
         "dead",
     ]
     twice = here("dead", "replay", 1)
-    assert (twice.code, twice.error) == (2, "dead letter 1 is being sent again already")
+    assert (twice.code, twice.error) == (
+        2,
+        "dead letter 1 is being sent again already; see: outbox dead show 1",
+    )
     whole = here("dead", "replay", 2)
     assert whole.code == 2
     assert "stands for the numbers 10 to 19" in whole.error

@@ -82,6 +82,13 @@ def test_each_form_of_a_wrong_dsn(outbox: Command, tmp_path: Path, origin: str, 
     assert SECRET not in result.error
 
 
+def test_an_empty_file_of_a_dsn(outbox: Command, tmp_path: Path) -> None:
+    path = tmp_path / "dsn"
+    path.write_text("\n")
+    result = outbox("status", OUTBOX_DSN_FILE=str(path))
+    assert (result.code, result.error) == (2, f"OUTBOX_DSN_FILE: the file {path} is empty")
+
+
 def test_wrong_libpq_variables(outbox: Command) -> None:
     result = outbox("status", PGHOST="h", PGPORT="none")
     assert result.code == 2
@@ -142,7 +149,7 @@ def test_an_unreachable_server(outbox: Command, command: list[str]) -> None:
 def test_a_missing_schema(here: Command, command: list[str]) -> None:
     result = here(*command, "--schema", "my own")
     assert result.code == 3
-    assert result.error == 'schema "my own" is not there; run: outbox migrate'
+    assert result.error == ("schema \"my own\" is not there; run: outbox migrate --schema 'my own'")
 
 
 def test_a_missing_database_and_role(outbox: Command, database: Database) -> None:

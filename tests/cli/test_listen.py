@@ -144,7 +144,7 @@ async def test_without_a_secret_it_warns_and_fails_on_demand() -> None:
         (["--secret", "whsec_aHVudGVyMg=="], 2, "secret: must hold 24 to 64 bytes, not 7"),
         (["--fail-rate", "2"], 2, "fail rate: must be between 0 and 1, not 2"),
         (["--fail-rate", "x"], 2, "'x' is not a valid float"),
-        (["--latency", "-1"], 2, "latency: must be between 0"),
+        (["--latency", "-1"], 2, "--latency: must be between 0 and 3600000 ms, not -1"),
         (["--port", "70000"], 2, "is not in the range"),
         (["--host", "192.0.2.1"], 3, "cannot listen on 192.0.2.1:8080"),
     ],

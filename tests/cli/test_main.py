@@ -93,8 +93,12 @@ def test_the_version(outbox: Command) -> None:
         (["--nix"], 'there is no option "--nix"'),
         (["endpoint", "add", "a"], "missing argument 'URL'"),
         (["endpoint", "list", "--limit", "0"], "--limit': 0 is not in the range 1<=x<=10000"),
-        (["dead", "show", "x"], "'x' is not a valid integer range"),
-        (["dead", "show", str(2**63)], "is not in the range"),
+        (["dead", "show", "x"], '"x" is not the number of a dead letter'),
+        (["dead", "show", str(2**63)], "is not the number of a dead letter"),
+        (["dead", "discard", "0"], '"0" is not the number of a dead letter'),
+        (["status", "--dsn", ""], "--dsn is empty"),
+        (["migrate", "--check", "--producer", "app"], "it does not go with --producer"),
+        (["migrate", "--check", "--payload-bytes-max", "5000"], "go with --payload-bytes-max"),
         (["dead", "replay"], "say which dead letters: ID…, --endpoint NAME, or --all"),
         (["dead", "discard"], "say which dead letters"),
         (["publish", "a", "--expires-in", "5y"], '"5y" is not a time such as 30s, 10m, 2h or 1d'),
@@ -168,3 +172,34 @@ def test_a_reader_that_went_away_is_no_error() -> None:
     done = run("migrate", "--sql", capture_output=False, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_answer_that_cannot_be_written_is_told() -> None:
+    with Path("/dev/full").open("wb") as full:
+        for args in (["migrate", "--sql"], ["--version"]):
+            done = run(*args, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+            assert (done.returncode, done.stderr) == (
+                1,
+                "outbox: it was done, but the answer could not be written: "
+                "No space left on device\n",
+            )
+
+
+def test_a_closed_stdout_and_stdin() -> None:
+    shell = [sys.executable, "-m", "outbox"]
+    for args, closed, answer in (
+        (["migrate", "--sql"], ">&-", (0, "")),
+        (["publish", "a", "--payload", "-"], "<&-", (2, "outbox: --payload -: stdin is closed\n")),
+    ):
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", *shell, *args],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OUTBOX_DSN": "postgresql://u@127.0.0.1:1/d",
+            },
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert (done.returncode, done.stderr) == answer

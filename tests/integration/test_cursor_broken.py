@@ -1,4 +1,4 @@
-"""A sequence that cannot be trusted: sequencing stops with a clear word, and goes on when it is mended."""
+"""A sequence that cannot be trusted: sequencing stops, says why, and goes on when it is mended."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ async def test_it_goes_on_when_it_was_mended(
     async with sleeper(database) as relay:
         await relay.sequenced(*[await producer.fetchval(INSERT) for _ in range(5)])
         await _break(producer, how)
+        # Told to look at once; and a sequencer that is stopped stays so.
+        relay.bell.ring()
         with pytest.raises(TimeoutError):
-            # Told to look at once; and a sequencer that is stopped stays so.
-            relay.bell.ring()
             await relay.sequenced(1000, within_s=0.2)
         await until(lambda: logs, what="the log to say so")
         assert {each["event"] for each in logs} == {"sequencing stopped"}

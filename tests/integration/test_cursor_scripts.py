@@ -12,7 +12,12 @@ import pytest
 
 from tests.support import cursor_variants as variants
 from tests.support.judge import SPOTLESS, Verdict, finished, judge
-from tests.support.scripts import SCRIPTS, Script, a_prepared_transaction_outlives_a_crash
+from tests.support.scripts import (
+    SCRIPTS,
+    Script,
+    a_commit_comes_after_the_lock_of_the_cursor,
+    a_prepared_transaction_outlives_a_crash,
+)
 from tests.support.sequencers import REAL, Variant
 from tests.support.stage import staged
 
@@ -52,6 +57,17 @@ async def test_the_cursor_survives_without_seeing_its_own_lock(
 
 
 @pytest.mark.one_major
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+async def test_the_cursor_sets_its_own_isolation(isolation: str, database: Database) -> None:
+    async with database.connection() as connection:
+        await connection.execute(
+            f"ALTER DATABASE {database.name} SET default_transaction_isolation = '{isolation}'"
+        )
+    script = Script(a_commit_comes_after_the_lock_of_the_cursor)
+    assert await _play(script, database, REAL, strict=True) == SPOTLESS
+
+
+@pytest.mark.one_major
 @pytest.mark.parametrize(("script", "variant", "kind"), FAILURES)
 async def test_a_wrong_cursor_is_caught(
     script: Script, variant: Variant, kind: str, database: Database
@@ -62,15 +78,21 @@ async def test_a_wrong_cursor_is_caught(
 CRASH = Script(a_prepared_transaction_outlives_a_crash)
 
 
+async def test_the_cursor_survives_a_crash(private_database: Database) -> None:
+    assert await _play(CRASH, private_database, REAL, strict=True) == SPOTLESS
+
+
+@pytest.mark.one_major
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(REAL, id="both protections"),
-        pytest.param(variants.DEAF, id="forgetting alone"),
-        pytest.param(variants.REMEMBERING, id="counting -1/… alone"),
+        pytest.param(variants.DEAF, id="forgetting"),
+        pytest.param(variants.REMEMBERING, id="counting the nameless"),
     ],
 )
-async def test_the_cursor_survives_a_crash(variant: Variant, private_database: Database) -> None:
+async def test_either_protection_suffices_in_a_crash(
+    variant: Variant, private_database: Database
+) -> None:
     assert await _play(CRASH, private_database, variant, strict=True) == SPOTLESS
 
 

@@ -5,6 +5,9 @@ The next look is a minute away, so an event that is sequenced soon was heard of.
 
 from __future__ import annotations
 
+import asyncio
+import random
+from functools import partial
 from itertools import combinations_with_replacement
 from typing import TYPE_CHECKING
 
@@ -196,7 +199,7 @@ async def test_a_change_that_fails_does_not_swallow_a_wake_up(database: Database
     producer, operator = await database.connect(), await session(database)
     async with sleeper(database) as relay:
         await relay.asleep()
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError):  # noqa: PT012 (what fails is the whole block)
             async with change(operator, database.schema):
                 own_id = await producer.fetchval(INSERT)
                 await until(lambda: relay.store.refusals, what="the sequencer to be woken")
@@ -214,3 +217,42 @@ async def test_the_flag_is_renewed_while_asleep(
         renewed = relay.store.flags["asleep"] + 2
         await until(lambda: relay.store.flags["asleep"] >= renewed, what="the flag to be renewed")
         await relay.sequenced(await producer.fetchval(INSERT))
+
+
+# ------------------------------------------------------------ all at once
+
+DELIVERED = "SELECT EXISTS (SELECT FROM relay.delivery WHERE outbox_id = $1)"
+
+
+async def _produce_and_wait(database: Database, rng: random.Random, rounds: int) -> None:
+    """Publish in all manners, and see each time that it is heard of."""
+    producer = await database.connect()
+    for _ in range(rounds):
+        await producer.execute(f"BEGIN ISOLATION LEVEL {rng.choice(ISOLATIONS)}")
+        await producer.execute("SELECT 1 FROM pg_class")
+        # The pauses are the workload: long enough for the others to fall asleep in.
+        await asyncio.sleep(rng.random() * 0.1)
+        if rng.random() < 0.5:
+            await producer.execute(f"{SAVEPOINT}; {INSERT}; {BACK}")
+        own_id = await producer.fetchval(INSERT)
+        await asyncio.sleep(rng.random() * 0.1)
+        await producer.execute("COMMIT")
+        heard = partial(producer.fetchval, DELIVERED, own_id)
+        await until(heard, SOON_S, f"event {own_id} to be heard of")
+
+
+async def test_replicas_hear_of_everything(database: Database, rng: random.Random) -> None:
+    async with sleeper(database), sleeper(database), asyncio.TaskGroup() as producing:
+        for _ in range(4):
+            producing.create_task(_produce_and_wait(database, random.Random(rng.random()), 10))
+
+
+async def test_a_replica_that_dies_awake_is_replaced_at_the_next_look(
+    database: Database, rng: random.Random
+) -> None:
+    """It leaves the flag at "awake", so nobody notifies until another one has looked."""
+    producer = await database.connect()
+    async with sleeper(database, poll_s=1), sleeper(database) as dying:
+        dying.task.cancel()
+        await producer.execute("SELECT setval('relay.wakeup', 1)")
+        await _produce_and_wait(database, rng, 2)

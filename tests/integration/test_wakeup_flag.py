@@ -25,7 +25,9 @@ INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.any', '{}') RETU
 SET_FLAG = "SELECT setval('relay.wakeup', $1)"
 FLAG = "SELECT last_value FROM relay.wakeup"
 # From now; the flag is in whole seconds.
-FLAG_AFTER = "SELECT setval('relay.wakeup', floor(extract(epoch FROM clock_timestamp()))::bigint + $1)"
+FLAG_AFTER = (
+    "SELECT setval('relay.wakeup', floor(extract(epoch FROM clock_timestamp()))::bigint + $1)"
+)
 
 
 @pytest.fixture
@@ -85,7 +87,8 @@ async def test_a_statement_of_many_rows_notifies_once(
     producer = await database.connect()
     await producer.execute(FLAG_AFTER, 60)
     await producer.execute(
-        "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', '{}' FROM generate_series(1, 99)"
+        "INSERT INTO relay.outbox (type, payload) "
+        "SELECT 'app.any', '{}' FROM generate_series(1, 99)"
     )
     await producer.copy_records_to_table(
         "outbox",

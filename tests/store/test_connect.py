@@ -126,7 +126,21 @@ async def test_a_server_that_hangs_up() -> None:
         writer.close()
 
     async with listening(hang_up) as port:
-        assert "cannot be used" in await failure(f"postgresql://u@127.0.0.1:{port}/d")
+        for query in ("", "?sslmode=disable"):
+            message = await failure(f"postgresql://u@127.0.0.1:{port}/d{query}")
+            assert f"127.0.0.1:{port} closed the connection at once" in message
+
+
+async def test_something_else_than_postgresql() -> None:
+    async def web_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+
+    async with listening(web_server) as port:
+        for query in ("", "?sslmode=prefer"):
+            message = await failure(f"postgresql://u@127.0.0.1:{port}/d{query}")
+            assert f"what answers at 127.0.0.1:{port} is not PostgreSQL; check the port" in message
 
 
 async def test_tls_that_the_server_does_not_have(database: Database) -> None:

@@ -95,12 +95,54 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
     assert again.delivery == first.delivery
     assert (again.seq, again.body["replay_of"]) == (4, {"lane": row.lane, "sequence": 2})
     (shown,) = (await dead.get(db, "relay", row.id)).replays
-    assert (shown.lane, shown.sequence) == (row.lane, 4)
+    assert (shown.lane, shown.sequence, shown.state, shown.again) == (row.lane, 4, "replayed", None)
     assert await ids(db) == []
-    assert await ids(db, states=("replaying",)) == [row.id]
+    assert await ids(db, states=("replaying",)) == []
+    assert await ids(db, states=("replayed",)) == [row.id]
+    for refused in (dead.replay, dead.discard):
+        with pytest.raises(
+            UsageError,
+            match=f"{row.id} was sent again as number 4; see: outbox dead show {row.id}",
+        ):
+            await refused(db, "relay", Selection(ids=(row.id,)), actor="test")
     kinds = [r["kind"] for r in await db.fetch("SELECT kind FROM journal WHERE actor = 'ann@desk'")]
     assert kinds == ["dead_replayed"]
     assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize("to", [5, 9])
+async def test_what_became_of_a_replay(database: Database, db: Connection[Any], to: int) -> None:
+    one = await add_endpoint(database, "one")
+    await bury(db, one.id, 1)
+    (first,) = await ids(db)
+
+    async def state() -> tuple[str, int | None]:
+        (row,) = await dead.page(db, "relay", states=dead.STATES, limit=1)
+        letter = await dead.get(db, "relay", first)
+        (again,) = letter.replays
+        assert (row.state, row.again) == (again.state, again.again)
+        assert letter.row == row
+        return row.state, row.again
+
+    await dead.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    assert await state() == ("replaying", None)
+    await db.execute("UPDATE replay SET batch = 1, lane_id = (SELECT min(id) FROM lane), seq = 5")
+    assert await state() == ("replaying", None)
+    # An acknowledgement that no checkpoint has taken up yet.
+    await db.execute(
+        "INSERT INTO attempt SELECT lane_id, batch, seq, 1, 1, 'delivered', 204, NULL, now(), 1 "
+        "FROM replay"
+    )
+    assert await state() == ("replayed", None)
+    await db.execute("DELETE FROM attempt")
+    await db.execute("UPDATE lane_progress SET acked_seq = 5")
+    assert await state() == ("replayed", None)
+    # Given up once more: for itself, or within a range.
+    await bury(db, one.id, 5 if to == 5 else 4, to=to)
+    (second,) = await ids(db)
+    assert await state() == ("dead_again", second)
+    with pytest.raises(UsageError, match=f"dead again as {second}; see: outbox dead show {second}"):
+        await dead.replay(db, "relay", Selection(ids=(first,)), actor="test")
 
 
 async def test_a_selection_is_one_thing() -> None:

@@ -189,8 +189,8 @@ async def test_an_endpoint_that_is_owed_something_is_not_removed(
         with pytest.raises(UsageError) as caught:
             await remove(db)
         assert str(caught.value) == (
-            'endpoint "shop" is owed 4 deliveries; wait for them, or say --give-up to turn them '
-            "into dead letters"
+            'endpoint "shop" is owed 4 deliveries; wait for them, or say --give-up to give them '
+            "up for good"
         )
         row, lanes = await endpoints.get(db, "relay", "shop")
         assert (row.state, row.owed) == ("active", 4)
@@ -217,7 +217,7 @@ async def test_without_a_relay_the_removal_waits_for_one(
     assert (await remove(db, give_up=True)).state == "removing"
     # Asked again it says the same; and the name is not free yet.
     assert (await remove(db)).state == "removing"
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="is being removed"):
         await add_endpoint(database)
     # Nothing goes there any more.
     await publish(database, 2)

@@ -24,14 +24,16 @@ dead AS (SELECT r AS ids FROM relay.batch, unnest(dead) r)
 
 # An endpoint misses a committed event that the cursor has passed.
 _LOST = f"""
-WITH {_CURSOR}
-SELECT o.id FROM relay.outbox o, newest
- WHERE (o.id <= newest.high AND NOT EXISTS (SELECT FROM open WHERE ids @> o.id)
-        AND EXISTS (SELECT FROM relay.endpoint e WHERE NOT EXISTS (
-                SELECT FROM relay.delivery d JOIN relay.lane l ON l.id = d.lane_id
-                 WHERE d.outbox_id = o.id AND l.endpoint_id = e.id)))
-    OR EXISTS (SELECT FROM dead WHERE ids @> o.id)
- ORDER BY o.id
+WITH {_CURSOR},
+missing AS (
+    SELECT o.id, e.id AS endpoint_id
+      FROM newest JOIN relay.outbox o ON o.id <= newest.high CROSS JOIN relay.endpoint e
+    EXCEPT
+    SELECT d.outbox_id, l.endpoint_id FROM relay.delivery d JOIN relay.lane l ON l.id = d.lane_id)
+SELECT id FROM missing WHERE NOT EXISTS (SELECT FROM open WHERE ids @> id)
+ UNION
+SELECT o.id FROM dead JOIN relay.outbox o ON o.id >= lower(ids) AND o.id < upper(ids)
+ ORDER BY id
 """
 
 _DUPLICATED = """
@@ -40,8 +42,7 @@ SELECT d.outbox_id FROM relay.delivery d JOIN relay.lane l ON l.id = d.lane_id
 """
 
 _ROLLED_BACK = """
-SELECT DISTINCT outbox_id FROM relay.delivery d
- WHERE NOT EXISTS (SELECT FROM relay.outbox o WHERE o.id = d.outbox_id) ORDER BY 1
+SELECT outbox_id FROM relay.delivery EXCEPT SELECT id FROM relay.outbox ORDER BY 1
 """
 
 # Producers count each key up in `v`, under a row lock.

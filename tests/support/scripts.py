@@ -282,6 +282,43 @@ async def a_batch_is_rolled_back(stage: Stage) -> None:
     await stage.expect_sequenced(2, 1)
 
 
+async def a_commit_is_in_doubt(stage: Stage) -> None:
+    """The batch is durable, but the sequencer heard of an error only."""
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    await stage.turn_in_doubt()
+    await quick.publish()  # 3
+    await slow.commit()
+    await stage.turn()
+    await stage.expect_sequenced(2, 1, 3)
+
+
+async def another_replica_sequences_in_between(stage: Stage) -> None:
+    slow, quick, other = await stage.actors(3)
+    await slow.open()  # 1
+    await other.open()  # 2
+    await quick.publish()  # 3
+    await stage.turn()
+    await slow.commit()
+    await stage.turn_of_another()
+    await stage.expect_sequenced(3, 1)
+    await quick.publish()  # 4
+    await other.commit()
+    await stage.turn()
+    await stage.expect_sequenced(3, 1, 2, 4)
+
+
+async def ids_skip_millions(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.execute("SELECT setval('relay.outbox_id_seq', 50000000)")
+    await quick.publish()  # 50,000,001
+    await stage.turn()
+    await slow.publish()
+    await slow.commit()
+
+
 async def a_prepared_transaction_outlives_a_crash(stage: Stage) -> None:
     prepared, quick = await stage.actors(2)
     await prepared.execute("SET relay.notify = off")
@@ -343,4 +380,7 @@ SCRIPTS = (
     }),
     Script(an_event_comes_late_into_an_old_gap_of_many),
     Script(a_batch_is_rolled_back),
+    Script(a_commit_is_in_doubt),
+    Script(another_replica_sequences_in_between),
+    Script(ids_skip_millions),
 )  # fmt: skip

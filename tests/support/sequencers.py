@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
+from pydantic import SecretStr
 
 from outbox.config import Settings
 from outbox.core.gaps import GapTracker
@@ -90,7 +91,7 @@ REAL = Variant()
 
 def settings(database: Database, **values: Any) -> Settings:
     """Settings for a sequencer of this database."""
-    return Settings(dsn=database.dsn, dsn_source="test", **values)
+    return Settings(dsn=SecretStr(database.dsn), dsn_source="test", **values)
 
 
 async def session(database: Database, **options: Any) -> Connection:
@@ -122,7 +123,8 @@ def on_clock(tracker: type[GapTracker], ahead_s: Callable[[float], float]) -> ty
             super().begin(state, before, now + ahead_s(now))
 
         def close(self, ids: Sequence[int], cut: bool, after: Holders, now: float) -> Step:
-            return super().close(ids, cut, after, now + ahead_s(now))
+            step: Step = super().close(ids, cut, after, now + ahead_s(now))
+            return step
 
     return OnClock
 
@@ -148,15 +150,15 @@ class Hooked:
 
     async def holders(self) -> Holders:
         await self._run_hooks("holders")
-        return await super().holders()  # type: ignore[misc]
+        return await super().holders()  # type: ignore[misc, no-any-return]
 
     async def read(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
         await self._run_hooks("read")
-        return await super().read(high, gaps, limit)  # type: ignore[misc]
+        return await super().read(high, gaps, limit)  # type: ignore[misc, no-any-return]
 
     async def look(self) -> Look:
         await self._run_hooks("look")
-        return await super().look()  # type: ignore[misc]
+        return await super().look()  # type: ignore[misc, no-any-return]
 
 
 class Dawdling:
@@ -176,15 +178,15 @@ class Dawdling:
 
     async def holders(self) -> Holders:
         await self._dawdle("holders")
-        return await super().holders()  # type: ignore[misc]
+        return await super().holders()  # type: ignore[misc, no-any-return]
 
     async def read(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
         await self._dawdle("read")
-        return await super().read(high, gaps, limit)  # type: ignore[misc]
+        return await super().read(high, gaps, limit)  # type: ignore[misc, no-any-return]
 
     async def look(self) -> Look:
         await self._dawdle("look")
-        return await super().look()  # type: ignore[misc]
+        return await super().look()  # type: ignore[misc, no-any-return]
 
 
 class Replica:
@@ -249,6 +251,7 @@ class Replica:
             self._sequencer.forget()
         if self._rng.random() < self.lose_chance:
             # Cut the line wherever the turn then is, also in its COMMIT.
+            assert self._connection is not None
             asyncio.get_running_loop().call_later(
                 self._rng.random() * 0.01, self._connection._transport.abort
             )

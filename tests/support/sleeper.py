@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.gaps import Holders, Range
+    from outbox.core.gaps import Range
     from outbox.core.sequencing import Sighting
     from outbox.relay.sequencer import Sequenced, Sequencer
     from outbox.store.cursor import CursorStore, Lock, Look

@@ -4,7 +4,7 @@ are moved statement by statement, and a clock that is moved by hand."""
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
 from outbox.relay.sequencer import Turn
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
     from asyncpg import Connection
+    from asyncpg.transaction import Transaction
 
     from outbox.relay.sequencer import Sequencer
     from tests.support.postgres import Database
@@ -78,6 +79,19 @@ class Actor:
             "VALUES ($1, 'app.scripted', '{}')",
             own_id,
         )
+
+
+class Doubtful:
+    """A transaction whose commit is done, but whose answer is lost."""
+
+    def __init__(self, transaction: Transaction) -> None:
+        self._transaction = transaction
+        self.start = transaction.start
+        self.rollback = transaction.rollback
+
+    async def commit(self) -> None:
+        await self._transaction.commit()
+        raise ConnectionResetError
 
 
 class Stage:
@@ -144,6 +158,22 @@ class Stage:
         for statement, action in before.items():
             self._store.before(statement, action)
         return await self._sequencer.turn()
+
+    async def turn_in_doubt(self) -> None:
+        """One turn whose commit is done, and looks as if it had failed."""
+        transaction = self._store.transaction  # type: ignore[attr-defined]
+        self._store.transaction = lambda: Doubtful(transaction())  # type: ignore[attr-defined]
+        with suppress(ConnectionResetError):
+            await self._sequencer.turn()
+        self._store.transaction = transaction  # type: ignore[attr-defined]
+
+    async def turn_of_another(self) -> None:
+        """One turn of a second replica."""
+        sequencer, store = self._variant.build(
+            await session(self._database), settings(self._database)
+        )
+        await store.check()
+        await sequencer.turn()
 
     async def settle(self) -> None:
         """Take turns until there is nothing to do."""
