@@ -31,6 +31,15 @@ HEARTBEAT_TIMEOUT_S = 5.0
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
 
 
+LOST = (
+    OSError,
+    OutboxError,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+)
+
+
 class Listener:
     """Listens until cancelled.
 
@@ -62,7 +71,7 @@ class Listener:
         while True:
             try:
                 await self._listen()
-            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, OutboxError) as error:
+            except LOST as error:
                 log.warning("listening was interrupted", reason=str(error), retry_s=delay_s)
             else:
                 log.warning("the listening connection was closed", retry_s=RECONNECT_MIN_S)

@@ -281,7 +281,9 @@ class Sequencer:
             await store.sign(self._me)
         if deliveries:
             await store.wake_owners()
-        old = tuple(sorted({*state.old, *step.old_opened} - {*step.old_closed}))
+        old = state.old
+        if step.old_opened or step.old_closed:
+            old = tuple({*old, *step.old_opened} - {*step.old_closed})
         return _Written(
             CursorState(batch, step.high, step.young, old),
             step,

@@ -34,6 +34,7 @@ LOST = (
     OSError,
     asyncpg.InterfaceError,
     asyncpg.PostgresConnectionError,
+    asyncpg.InternalClientError,
     asyncpg.AdminShutdownError,
     asyncpg.CrashShutdownError,
     asyncpg.CannotConnectNowError,
