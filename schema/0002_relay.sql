@@ -4,25 +4,49 @@
 -- Who writes what, so that no two writers wait for each other:
 --   * the sequencer (whoever holds the cursor row): batch, gap, delivery,
 --     lane_counter, replay.batch;
---   * the owner of an endpoint: lane_progress, attempt, dead_letter;
+--   * the owner of an endpoint: lane_progress, lane_block, attempt,
+--     dead_letter, endpoint_health;
 --   * a command of an operator, under the cursor row: endpoint, subscription,
 --     lane, replay.
 
 -- --------------------------------------------------------------- endpoints
 
+-- A destination, and what its operator asked for.  `state` is the operator's
+-- word (and the owner's, when it disables); how well it works is endpoint_health.
 CREATE TABLE endpoint (
     id              uuid        PRIMARY KEY DEFAULT gen_random_uuid(),
     name            text        NOT NULL CHECK (octet_length(name) BETWEEN 1 AND 200),
-    url             text        NOT NULL,
+    state           text        NOT NULL DEFAULT 'active'
+                    CHECK (state IN ('active', 'paused', 'disabling', 'disabled',
+                                     'removing', 'removed')),
+    state_at        timestamptz NOT NULL DEFAULT clock_timestamp(),
+    state_by        text,                     -- who set it
+    state_why       text,                     -- and what for
+
+    -- What it receives; a change begins a new version in `subscription`.
+    types           text[]      NOT NULL DEFAULT '{**}',
     tenant          text,                     -- NULL: events without a tenant
     all_tenants     boolean     NOT NULL DEFAULT false,
-    state           text        NOT NULL DEFAULT 'active'
-                    CHECK (state IN ('active', 'removing', 'removed')),
-    lanes           integer     NOT NULL CHECK (lanes BETWEEN 1 AND 1024),
-    generation      integer     NOT NULL DEFAULT 1,  -- rises when lanes change
-    retry           jsonb       NOT NULL,     -- the numbers of a RetryPolicy
+    filter          text,                     -- the inside of jsonpath's $ ? (…)
+
+    -- How a request is made.
+    url             text        NOT NULL,
+    method          text        NOT NULL DEFAULT 'POST' CHECK (method IN ('POST', 'PUT', 'PATCH')),
+    headers         jsonb       NOT NULL DEFAULT '{}',
     connect_timeout_s double precision NOT NULL DEFAULT 5,
     total_timeout_s   double precision NOT NULL DEFAULT 15,
+
+    -- What happens when one fails.
+    retry           jsonb       NOT NULL,     -- the numbers of a RetryPolicy
+    retryable       text[],                   -- statuses such as 429, 5xx; NULL: the usual ones
+    on_dead_letter  text        NOT NULL DEFAULT 'continue'
+                    CHECK (on_dead_letter IN ('continue', 'block')),
+    backlog_count_max bigint           CHECK (backlog_count_max > 0),   -- NULL: no limit
+    backlog_age_max_s double precision CHECK (backlog_age_max_s > 0),   -- NULL: no limit
+    disable_after_s   double precision NOT NULL DEFAULT 259200 CHECK (disable_after_s > 0),
+
+    lanes           integer     NOT NULL CHECK (lanes BETWEEN 1 AND 1024),
+    generation      integer     NOT NULL DEFAULT 1,  -- rises when lanes change
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
     CHECK (NOT (all_tenants AND tenant IS NOT NULL))
 );
@@ -48,11 +72,27 @@ CREATE TABLE subscription (
     types       text[]  NOT NULL,
     tenant      text,
     all_tenants boolean NOT NULL,
+    filter      text,
     PRIMARY KEY (endpoint_id, from_batch)
 );
 CREATE INDEX subscription_current ON subscription (endpoint_id) WHERE to_batch IS NULL;
 
--- An ordered stream of deliveries to one endpoint.
+-- What an endpoint's owner knows of its health, kept so that the next owner need
+-- not learn it anew.  A row of its own, because the owner writes it and the
+-- operator writes `endpoint`.
+CREATE TABLE endpoint_health (
+    endpoint_id uuid        PRIMARY KEY REFERENCES endpoint,
+    epoch       bigint      NOT NULL DEFAULT 0,  -- of the owner that may write
+    state       text        NOT NULL DEFAULT 'healthy'
+                CHECK (state IN ('healthy', 'failing', 'refusing', 'recovering')),
+    since       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    held_until  timestamptz,                     -- the receiver's Retry-After
+    last_answer jsonb                            -- what led to this state
+);
+
+-- An ordered stream of deliveries to one endpoint.  When the number of lanes
+-- changes, a new generation begins; the lanes of the old one get nothing more,
+-- and the new one is sent when they are drained.
 CREATE TABLE lane (
     id          bigint  GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     endpoint_id uuid    NOT NULL REFERENCES endpoint,
@@ -79,12 +119,23 @@ CREATE TABLE lane_progress (
     delivered_seq    bigint NOT NULL DEFAULT 0,  -- the last one not given up
     floor_batch      bigint NOT NULL DEFAULT 0,  -- nothing owed lies below it
     head_seq         bigint,                     -- whom the retry state is of
-    attempts         integer NOT NULL DEFAULT 0,
+    attempts         integer NOT NULL DEFAULT 0, -- requests made for it
+    spent            integer NOT NULL DEFAULT 0, -- those that count: probes are free
     first_attempt_at timestamptz,
     next_attempt_at  timestamptz,
-    last_answer      jsonb
+    last_answer      jsonb,
+    success_at       timestamptz                 -- of the last delivery
 ) WITH (fillfactor = 50);
 CREATE INDEX lane_progress_endpoint ON lane_progress (endpoint_id);
+
+-- Lanes that wait for an operator, because a delivery was given up and their
+-- endpoint says `block`.  The owner adds a row; an operator takes it away by
+-- replaying or discarding the dead letter, or by resuming the endpoint.
+CREATE TABLE lane_block (
+    lane_id bigint      PRIMARY KEY REFERENCES lane,
+    seq     bigint      NOT NULL,                -- the number that was given up
+    at      timestamptz NOT NULL DEFAULT clock_timestamp()
+);
 
 -- -------------------------------------------------------------- the cursor
 
@@ -113,6 +164,7 @@ CREATE TABLE batch (
     at         timestamptz    NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (batch)
 ) PARTITION BY RANGE (batch);
+CREATE INDEX batch_at ON batch (at);
 
 -- Open gaps older than a second.  Read again only when one of their holders
 -- ended, so a transaction open for hours costs nothing per batch.
@@ -151,8 +203,8 @@ CREATE TABLE attempt (
 ) PARTITION BY RANGE (batch);
 
 -- What was given up, with its own copy of the event, so that it can be looked
--- at and replayed after the event's partition is gone.  A range (to_seq >
--- seq, no event) stands for everything a lane was owed.
+-- at and replayed after the event's partition is gone.  A range (outbox_id is
+-- NULL) stands for numbers that were given up together, unsent.
 CREATE TABLE dead_letter (
     id           bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     endpoint_id  uuid        NOT NULL REFERENCES endpoint,
@@ -170,7 +222,8 @@ CREATE TABLE dead_letter (
     published_at timestamptz,
     expires_at   timestamptz,
     reason       text        NOT NULL
-                 CHECK (reason IN ('refused', 'exhausted', 'expired', 'erased', 'removed')),
+                 CHECK (reason IN ('refused', 'exhausted', 'expired', 'erased',
+                                   'backlog', 'disabled', 'removed')),
     attempts     integer     NOT NULL,
     last_answer  jsonb,                        -- bounded; NULL: never sent
     at           timestamptz NOT NULL DEFAULT clock_timestamp(),

@@ -41,8 +41,8 @@ SELECT greatest(0, coalesce(
 """
 
 ADD_ENDPOINT = """
-INSERT INTO endpoint (name, url, tenant, all_tenants, lanes, retry)
-VALUES ($1, $2, $3, $4, $5, $6::text::jsonb)
+INSERT INTO endpoint (name, url, types, tenant, all_tenants, lanes, retry)
+VALUES ($1, $2, $3, $4, $5, $6, $7::text::jsonb)
 RETURNING id, created_at
 """
 
@@ -64,6 +64,8 @@ counted AS (
     INSERT INTO lane_counter (lane_id) SELECT id FROM added)
 INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch) SELECT id, $1, $3 FROM added
 """
+
+ADD_HEALTH = "INSERT INTO endpoint_health (endpoint_id) VALUES ($1)"
 
 # Free to be claimed by any replica.
 ADD_OWNERSHIP = "INSERT INTO ownership (endpoint_id) VALUES ($1)"
@@ -239,7 +241,7 @@ async def add(
             raise _name_taken(name, state)
         waiting: int = await connection.fetchval(COUNT_WAITING)
         row = await connection.fetchrow(
-            ADD_ENDPOINT, name, url, tenant, all_tenants, lanes, numbers
+            ADD_ENDPOINT, name, url, patterns, tenant, all_tenants, lanes, numbers
         )
         endpoint_id = row["id"]
         await connection.execute(ADD_SECRET, endpoint_id, secret)
@@ -247,6 +249,7 @@ async def add(
             ADD_SUBSCRIPTION, endpoint_id, from_batch, patterns, tenant, all_tenants
         )
         await connection.execute(ADD_LANES, endpoint_id, lanes, from_batch)
+        await connection.execute(ADD_HEALTH, endpoint_id)
         await connection.execute(ADD_OWNERSHIP, endpoint_id)
         settings = {
             "name": name,
