@@ -3,7 +3,7 @@
 --
 -- Who writes what, so that no two writers wait for each other:
 --   * the sequencer (whoever holds the cursor row): batch, gap, delivery,
---     lane_counter, replay.batch;
+--     lane_counter, and how far a replay is;
 --   * the owner of an endpoint: lane_progress, lane_block, attempt,
 --     dead_letter, endpoint_health;
 --   * a command of an operator, under the cursor row: endpoint, subscription,
@@ -47,6 +47,7 @@ CREATE TABLE endpoint (
 
     lanes           integer     NOT NULL CHECK (lanes BETWEEN 1 AND 1024),
     generation      integer     NOT NULL DEFAULT 1,  -- rises when lanes change
+    resumes         integer     NOT NULL DEFAULT 0,  -- rises when somebody says: try now
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
     CHECK (NOT (all_tenants AND tenant IS NOT NULL))
 );
@@ -77,6 +78,18 @@ CREATE TABLE subscription (
 );
 CREATE INDEX subscription_current ON subscription (endpoint_id) WHERE to_batch IS NULL;
 
+-- Whether a payload meets a filter; NULL: it cannot be evaluated, for which the
+-- relay takes it as met.  For looking back at single events: to ask about many
+-- at once, without a subtransaction for each, is the sequencer's business.
+CREATE FUNCTION meets(payload jsonb, filter text) RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    RETURN coalesce(payload @? ('$ ? (' || filter || ')')::jsonpath, false);
+EXCEPTION WHEN others THEN
+    RETURN NULL;
+END $$;
+REVOKE ALL ON FUNCTION meets FROM PUBLIC;
+
 -- What an endpoint's owner knows of its health, kept so that the next owner need
 -- not learn it anew.  A row of its own, because the owner writes it and the
 -- operator writes `endpoint`.
@@ -86,6 +99,7 @@ CREATE TABLE endpoint_health (
     state       text        NOT NULL DEFAULT 'healthy'
                 CHECK (state IN ('healthy', 'failing', 'refusing', 'recovering')),
     since       timestamptz NOT NULL DEFAULT clock_timestamp(),
+    resumes     integer     NOT NULL DEFAULT 0,  -- endpoint.resumes, as last obeyed
     held_until  timestamptz,                     -- the receiver's Retry-After
     last_answer jsonb                            -- what led to this state
 );
@@ -181,9 +195,13 @@ CREATE TABLE delivery (
     batch       bigint NOT NULL,
     seq         bigint NOT NULL,
     outbox_id   bigint NOT NULL,
-    replay_id   bigint,           -- set when this is a replay
+    replay_id   bigint,           -- set when this is a replay,
+    replay_seq  bigint,           -- and which number it stands for
     PRIMARY KEY (lane_id, batch, seq)
 ) PARTITION BY RANGE (batch);
+-- By lane, so that what became of a replay of a million numbers is told by the
+-- first and the last one in each lane that it went to.
+CREATE INDEX delivery_replay ON delivery (replay_id, lane_id, seq) WHERE replay_id IS NOT NULL;
 
 -- ---------------------------------------------------------------- delivery
 
@@ -236,18 +254,18 @@ CREATE TABLE dead_letter (
 CREATE INDEX dead_letter_open ON dead_letter (id) WHERE state = 'dead';
 CREATE INDEX dead_letter_endpoint ON dead_letter (endpoint_id, id);
 
--- A request to send something again; the next batch consumes it (batch, lane
--- and number are set then).
+-- A request to send a dead letter again: one number, or all of a range.  The
+-- next batches consume it, some numbers each, and make deliveries of them.
 CREATE TABLE replay (
-    id        bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    dead_id   bigint      NOT NULL REFERENCES dead_letter,
-    asked_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
-    batch     bigint,
-    lane_id   bigint      REFERENCES lane,
-    seq       bigint
+    id         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    dead_id    bigint      NOT NULL REFERENCES dead_letter,
+    asked_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    next_seq   bigint      NOT NULL,          -- the next one to take
+    next_batch bigint      NOT NULL,          -- none of those left lies below it
+    to_seq     bigint      NOT NULL           -- the last one
 );
-CREATE INDEX replay_pending ON replay (id) WHERE batch IS NULL;
-CREATE INDEX replay_dead ON replay (dead_id);
+CREATE INDEX replay_pending ON replay (id) WHERE next_seq <= to_seq;
+CREATE INDEX replay_dead ON replay (dead_id, id);
 
 -- ---------------------------------------------------------------- replicas
 

@@ -1,6 +1,7 @@
 """Fixtures and options for all tests.
 
---pg 16,18   the PostgreSQL majors to test on (default: every one there is)
+--pg 14,17   the PostgreSQL majors to test on, or all; what is not there is fetched
+             (default: every one there is, without fetching)
 --seed N     repeats the random choices of an earlier run
 --kills N    how often the end-to-end test kills the relay (default 3)
 --cursor-seconds N   how long the adversarial producers go on (default: 6)
@@ -17,6 +18,7 @@ import pytest
 
 from outbox.embedded import available
 from outbox.errors import CannotRun
+from tests.support.majors import VERSIONS, provide
 from tests.support.postgres import Database, Server
 
 if TYPE_CHECKING:
@@ -33,7 +35,11 @@ _seed_key = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("outbox")
-    group.addoption("--pg", metavar="16,18", help="PostgreSQL majors to test on; default: all")
+    group.addoption(
+        "--pg",
+        metavar="14,17",
+        help="PostgreSQL majors to test on, or all; missing ones are fetched",
+    )
     group.addoption(
         "--kills", type=int, default=3, metavar="N", help="kill -9 of the relay, end to end"
     )
@@ -49,11 +55,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
+    config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
     asked: int | None = config.getoption("--seed")
     if asked is None:
         # One seed for a run, also when it is shared out among processes.
         asked = getattr(config, "workerinput", {}).get("seed") or int.from_bytes(os.urandom(4))
     config.stash[_seed_key] = asked
+    # pytest-xdist's processes inherit what this one has found.
+    if (majors := _asked(config)) and not hasattr(config, "workerinput"):
+        try:
+            provide(majors)
+        except CannotRun as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -74,7 +87,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "pg_major" not in metafunc.fixturenames:
         return
     majors = _majors(metafunc.config)
-    if metafunc.definition.get_closest_marker("one_major"):
+    marker = metafunc.definition.get_closest_marker
+    if marker("one_major") or (marker("costly") and not _asked(metafunc.config)):
         majors = majors[:1]
     metafunc.parametrize(
         "pg_major", majors, indirect=True, scope="session", ids=[f"pg{major}" for major in majors]
@@ -87,16 +101,19 @@ def _majors(config: pytest.Config) -> list[int]:
         found = available()
     except CannotRun as error:
         raise pytest.UsageError(str(error)) from error
+    return _asked(config) or list(found)
+
+
+def _asked(config: pytest.Config) -> list[int]:
+    """The majors that `--pg` names, newest first; none without it."""
     asked: str | None = config.getoption("--pg")
     if not asked:
-        return list(found)
+        return []
     try:
-        majors = sorted({int(each) for each in asked.split(",")}, reverse=True)
+        majors = VERSIONS if asked == "all" else {int(each) for each in asked.split(",")}
     except ValueError:
-        raise pytest.UsageError(f"--pg {asked}: say majors, such as 16,18") from None
-    if missing := [major for major in majors if major not in found]:
-        raise pytest.UsageError(f"--pg {asked}: there is no {missing[0]}, only {list(found)}")
-    return majors
+        raise pytest.UsageError(f"--pg {asked}: say majors, such as 14,17, or all") from None
+    return sorted(majors, reverse=True)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from outbox.cli.main import COMMANDS
 from outbox.config import Settings, variable
+from outbox.core import declaration
 from tests.support.process import Ended, command_line, environment, outbox
 from tests.support.relay import all_ended
 from tests.support.tcp import free_port
@@ -143,6 +145,12 @@ async def test_the_python_on_the_first_screen_runs(database: Database) -> None:
         await names["main"](connection)
         assert await connection.fetchval("SELECT paid FROM public.orders")
         assert await connection.fetchval("SELECT key FROM relay.outbox") == "order-7"
+
+
+def test_the_file_of_endpoints_is_one() -> None:
+    (text,) = [block for language, block in BLOCKS if language == "yaml"]
+    shop, audit = declaration.read(yaml.safe_load(text))
+    assert (shop.settings.lanes, audit.settings.on_dead_letter) == (4, "block")
 
 
 async def test_the_demo_prints_what_the_readme_says() -> None:

@@ -208,6 +208,18 @@ def test_ctrl_c_lets_the_program_end_in_its_own_way(run: ModuleType) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_benchmark_is_run_at_home_and_given_its_options(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    become: list[tuple[str, ...]] = []
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(run, "set_up", lambda: None)
+    monkeypatch.setattr(run, "become", lambda *words: become.append(words) or 1)
+    assert run.main(["bench", "--quick", "--only", "latency"]) == 1
+    assert become == [("python", "-m", "benchmarks", "--quick", "--only", "latency")]
+    assert Path.cwd() == run.ROOT
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "said"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import getpass
-import re
 import shlex
 import socket
 from contextlib import asynccontextmanager
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from outbox.config import Settings, load
+from outbox.core import duration
+from outbox.errors import UsageError
 from outbox.store import dsn
 from outbox.store.connect import connect
 from outbox.store.migrate import require_current
@@ -27,7 +28,6 @@ T = TypeVar("T")
 
 LIMIT_MAX = 10_000
 CLOSE_TIMEOUT_S = 2.0
-_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 json_option = click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
 limit_option = click.option(
@@ -120,7 +120,10 @@ def duration_s(text: str) -> float:
     Raises:
         click.BadParameter: it is none.
     """
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd]?)", text)
-    if not match or not float(match[1]):
-        raise click.BadParameter(f'"{text}" is not a time such as 30s, 10m, 2h or 1d')
-    return float(match[1]) * _UNITS[match[2]]
+    try:
+        seconds = duration.parse(text)
+    except UsageError as error:
+        raise click.BadParameter(str(error)) from None
+    if not seconds:
+        raise click.BadParameter(f'"{text}" is not a time to wait')
+    return seconds

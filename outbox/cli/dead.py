@@ -18,20 +18,21 @@ from outbox.cli.common import (
 )
 from outbox.cli.main import Group
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
-from outbox.store import dead
-from outbox.store.dead import Selection
+from outbox.store import dead, replays
+from outbox.store.replays import Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.store.dead import DeadLetter, DeadRow, Outcome, ReplayRow
+    from outbox.store.dead import DeadLetter, DeadRow, ReplayRow
+    from outbox.store.replays import Outcome
 
 ID_MAX = 2**63 - 1
 
 _SKIPPED = {
-    "range": "ranges",
     "erased": "erased",
+    "disabled": "of disabled endpoints",
     "removed": "of removed endpoints",
     "replaying": "replaying already",
     "discarded": "discarded",
@@ -73,7 +74,8 @@ def command() -> None:
     """List, show, replay and discard dead letters.
 
     A dead letter is a delivery that was given up: refused by its receiver, out
-    of attempts, expired, or owed to an endpoint that was removed.
+    of attempts, expired, or owed to an endpoint that was disabled or removed;
+    such ones are together, as a range of numbers for each lane.
     """
 
 
@@ -178,13 +180,16 @@ def replay(
 ) -> None:
     """Send dead letters again, at the end of their lanes.
 
-    Each is a new delivery with a number of its own and the same X-Delivery.
+    Each is a new delivery with a number of its own and the same X-Delivery; a
+    range becomes as many as it holds.
     """
     selection = Selection(ids, endpoint, everything)
 
     async def go() -> None:
         async with database(settings) as connection:
-            outcome = await dead.replay(connection, settings.schema_name, selection, actor=actor())
+            outcome = await replays.replay(
+                connection, settings.schema_name, selection, actor=actor()
+            )
         _tell("replaying", outcome, as_json)
 
     run_async(go())
@@ -213,7 +218,7 @@ def discard(
 
     async def go() -> None:
         async with database(settings) as connection:
-            outcome = await dead.discard(
+            outcome = await replays.discard(
                 connection, settings.schema_name, selection, actor=actor(), reason=reason
             )
         _tell("discarded", outcome, as_json)
@@ -259,11 +264,17 @@ def _show(letter: DeadLetter) -> None:
             ("headers", letter.headers),
             ("payload", letter.payload),
             ("last answer", letter.last_answer),
-            *(("sent again", _again(again)) for again in letter.replays),
+            *(("sent again", _again(row, again)) for again in letter.replays),
         ]
     )
 
 
-def _again(again: ReplayRow) -> str:
-    where = f"as number {again.sequence} of lane {again.lane}" if again.lane else "not yet"
+def _again(row: DeadRow, again: ReplayRow) -> str:
+    numbers = row.to_sequence - row.sequence + 1
+    if not again.taken:
+        where = "not yet"
+    elif again.lane:
+        where = f"as number {again.sequence} of lane {again.lane}"
+    else:
+        where = f"{again.taken} of {count(numbers, 'number')}"
     return f"{where}, asked for at {cell(again.asked_at)}"

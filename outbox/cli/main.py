@@ -53,11 +53,13 @@ _SET_UP, _WORK, _LOOK = "Set up", "Publish and deliver", "Look and repair"
 COMMANDS = (
     Entry("demo", "See it all at work, on a database of its own.", _SET_UP),
     Entry("migrate", "Make the schema, or bring it up to date.", _SET_UP),
-    Entry("endpoint", "Add, list, show and remove destinations.", _SET_UP),
+    Entry("endpoint", "Add, change, pause, test and remove destinations.", _SET_UP),
+    Entry("apply", "Make endpoints what a file declares.", _SET_UP),
     Entry("publish", "Publish one event.", _WORK),
     Entry("relay", "Run the relay: deliver what is published.", _WORK),
     Entry("listen", "Run a receiver for development.", _WORK),
     Entry("status", "Show what is owed, failing and running.", _LOOK),
+    Entry("doctor", "Look at preconditions and health, and say what to do.", _LOOK),
     Entry("dead", "List, show, replay and discard dead letters.", _LOOK),
     Entry("verify", "Prove from the tables that nothing is lost.", _LOOK),
 )

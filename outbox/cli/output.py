@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import textwrap
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,20 @@ import orjson
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from rich.table import Table
+
+# Columns that a narrow terminal does without, in this order; --json has them all.
+DISPENSABLE = ("attempts", "status", "version", "tenant", "lane", "lanes", "types", "relay")
+
+# Columns whose text may end in an ellipsis, and the least that is left of it.
+SHORTEST = {"url": 16, "types": 10, "type": 10, "endpoint": 12, "name": 12, "relay": 12}
+
+# Columns of sentences, which are folded at spaces.
+SENTENCES = {"promise": 30}
+
+_COLUMN_GAP = 2
+_FOLD_CHARS_MIN = 30
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
@@ -33,10 +49,15 @@ def emit_table(columns: Sequence[str], rows: Sequence[Sequence[Any]], empty: str
     if not rows:
         click.echo(empty)
         return
-    cells = [[cell(value) for value in row] for row in rows]
-    numeric = [any(isinstance(row[i], int) for row in rows) for i in range(len(columns))]
+    cells, numeric = _cells(columns, rows)
     if sys.stdout is not None and sys.stdout.isatty():
-        _rich_table(columns, cells, numeric)
+        from rich.console import Console
+
+        console = Console()
+        table, left_out = rich_table(columns, rows, console.width)
+        console.print(table)
+        if left_out:
+            click.echo(style(f"not shown at this width: {', '.join(left_out)}", dim=True))
     else:
         _plain_table(columns, cells, numeric)
 
@@ -72,6 +93,23 @@ def safe(text: str) -> str:
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def terminal_width() -> int | None:
+    """The columns of the terminal that stdout is; None: it is none."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
+def fold(text: str, margin: int = 0) -> list[str]:
+    """A sentence in lines that a terminal holds, broken between words only."""
+    width = terminal_width()
+    if width is None:
+        return [safe(text)]
+    room = max(width - margin, _FOLD_CHARS_MIN)
+    # A command that is broken elsewhere can be neither read nor copied.
+    return textwrap.wrap(safe(text), room, break_long_words=False, break_on_hyphens=False)
+
+
 def age(seconds: float | None) -> str | None:
     """A length of time in its two largest units: `3m 20s`."""
     if seconds is None:
@@ -93,19 +131,70 @@ def count(number: int, noun: str) -> str:
     return f"{number} {plural}"
 
 
-def _rich_table(
-    columns: Sequence[str], cells: Sequence[Sequence[str]], numeric: Sequence[bool]
-) -> None:
-    from rich.console import Console
+def rich_table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], width: int
+) -> tuple[Table, list[str]]:
+    """A table for a terminal of this width, and the columns that it has no room for.
+
+    Words are not broken: less important columns are shortened, then left out.
+    """
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
+    cells, numeric = _cells(columns, rows)
+    naturals = [
+        max(map(cell_len, (column, *(row[i] for row in cells)))) for i, column in enumerate(columns)
+    ]
+    widths = fit(columns, naturals, width)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, is_numeric in zip(columns, numeric, strict=True):
-        table.add_column(column, justify="right" if is_numeric else "left", overflow="fold")
+    for i, chars in widths.items():
+        table.add_column(
+            columns[i],
+            justify="right" if numeric[i] else "left",
+            overflow="ellipsis" if columns[i] in SHORTEST else "fold",
+            no_wrap=columns[i] in SHORTEST,
+            width=chars,
+        )
     for row in cells:
-        table.add_row(*map(Text, row))
-    Console().print(table)
+        table.add_row(*(Text(row[i]) for i in widths))
+    return table, [column for i, column in enumerate(columns) if i not in widths]
+
+
+def fit(columns: Sequence[str], naturals: Sequence[int], room: int) -> dict[int, int]:
+    """The width of each column that is shown, by its place.
+
+    Args:
+        naturals: how wide each would be by itself.
+    """
+    kept = dict(enumerate(naturals))
+    spare = [columns.index(name) for name in DISPENSABLE if name in columns]
+    while (widths := _squeezed(columns, kept, room)) is None:
+        if not spare:
+            return kept  # Too narrow for anything; rich folds what is left.
+        del kept[spare.pop(0)]
+    return widths
+
+
+def _squeezed(columns: Sequence[str], naturals: dict[int, int], room: int) -> dict[int, int] | None:
+    """Widths that fit, taken from the widest columns that may give; None: they cannot."""
+    least = SHORTEST | SENTENCES
+    widths = dict(naturals)
+    over = sum(widths.values()) + _COLUMN_GAP * (len(widths) - 1) - room
+    while over > 0:
+        giving = [i for i, chars in widths.items() if chars > least.get(columns[i], chars)]
+        if not giving:
+            return None
+        widths[max(giving, key=widths.__getitem__)] -= 1
+        over -= 1
+    return widths
+
+
+def _cells(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> tuple[list[list[str]], list[bool]]:
+    cells = [[cell(value) for value in row] for row in rows]
+    return cells, [any(isinstance(row[i], int) for row in rows) for i in range(len(columns))]
 
 
 def _plain_table(

@@ -2,111 +2,89 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import click
 
+from outbox.cli import overview as view
 from outbox.cli.common import database, json_option, limit_option, run_async, settings_options
-from outbox.cli.output import age, count, emit_json, emit_pairs, emit_table
+from outbox.cli.output import count, emit_json, emit_pairs, emit_table, fold
 from outbox.store import status
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.store.status import EndpointStatus, Overview
+    from outbox.store.status import Overview
+
+NOTES_MAX = 20
+INTERVAL_S = 2.0
 
 
 @click.command(
     epilog="""\b
 Examples:
   outbox status
+  outbox status --watch --interval 1
   outbox status --json | jq '.endpoints[] | select(.owed > 0)'
 """
+)
+@click.option("--watch", is_flag=True, help="Look again and again; q or Ctrl-C ends it.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0.05, 3600),
+    metavar="SECONDS",
+    help=f"With --watch: between two looks; default: {INTERVAL_S:g}.",
 )
 @limit_option
 @json_option
 @settings_options
-def command(settings: Settings, limit: int, as_json: bool) -> None:
+def command(
+    settings: Settings, limit: int, as_json: bool, watch: bool, interval_s: float | None
+) -> None:
     """Show what is owed, failing and running.
 
     Endpoints that are owed most come first.
     """
+    if interval_s is not None and not watch:
+        raise click.UsageError("--interval goes with --watch only")
+    if watch:
+        from outbox.cli.watch import watch as look_again
 
-    async def go() -> None:
+        run_async(look_again(settings, limit, interval_s or INTERVAL_S, as_json=as_json))
+        return
+
+    async def go() -> Overview:
         async with database(settings) as connection:
-            overview = await status.read(connection, settings.schema_name, limit=limit)
-        if as_json:
-            emit_json(
-                {
-                    "schema": settings.schema_name,
-                    "cursor": {
-                        "batch": overview.cursor.batch,
-                        "high": overview.cursor.high,
-                        "last_id": overview.cursor.last_id,
-                        "lag": overview.cursor.lag,
-                        "waiting_s": overview.cursor.waiting_s,
-                        "at": overview.cursor.at,
-                    },
-                    "gaps": {"open": overview.gaps, "ids": overview.gap_ids},
-                    "replicas": overview.replicas,
-                    "endpoints_total": overview.endpoints_total,
-                    "endpoints": overview.endpoints,
-                    "dead_letters": overview.dead_letters,
-                }
-            )
-        else:
-            _show(settings, overview)
+            return await status.read(connection, settings.schema_name, limit=limit)
 
-    run_async(go())
+    overview = run_async(go())
+    if as_json:
+        emit_json(view.as_json(settings.schema_name, overview))
+    else:
+        emit(settings.schema_name, overview)
 
 
-def _show(settings: Settings, overview: Overview) -> None:
-    cursor = overview.cursor
-    alive = sum(replica.alive for replica in overview.replicas)
-    waiting = age(cursor.waiting_s)
-    open_gaps = count(overview.gaps, "open gap")
-    emit_pairs(
-        [
-            ("schema", settings.schema_name),
-            ("relays", f"{alive} alive" if alive else "none alive; start one: outbox relay"),
-            (
-                "sequenced",
-                f"up to id {cursor.high} of {cursor.last_id}"
-                + (f", the oldest waits for {waiting}" if waiting else ""),
-            ),
-            ("gaps", f"{open_gaps}, {count(overview.gap_ids, 'id')}" if overview.gaps else "none"),
-            ("dead letters", overview.dead_letters.get("dead", 0)),
-            ("endpoints", overview.endpoints_total),
-        ]
-    )
+def emit(schema: str, overview: Overview) -> None:
+    """Print an overview."""
+    emit_pairs(view.pairs(schema, overview))
+    if relays := view.relay_rows(overview):
+        click.echo()
+        emit_table(view.RELAY_COLUMNS, relays, "")
     click.echo()
     emit_table(
-        ["endpoint", "state", "owed", "oldest", "failing", "dead letters", "relay"],
-        [
-            (
-                e.name,
-                e.state,
-                e.owed,
-                age(e.oldest_s),
-                _failing(e),
-                e.dead_letters,
-                e.replica,
-            )
-            for e in overview.endpoints
-        ],
-        "no endpoints; add one with: outbox endpoint add NAME URL",
+        view.ENDPOINT_COLUMNS,
+        [view.endpoint_row(endpoint) for endpoint in overview.endpoints],
+        view.NO_ENDPOINTS,
     )
     rest = overview.endpoints_total - len(overview.endpoints)
     if rest > 0:
         click.echo(f"and {count(rest, 'endpoint')} more; see: outbox endpoint list")
-
-
-def _failing(endpoint: EndpointStatus) -> str | None:
-    head = endpoint.failing
-    if head is None:
-        return None
-    answer = head.last_answer or {}
-    said = answer.get("status") or answer.get("failure") or "no answer"
-    text = f"number {head.sequence}: {said}, {count(head.attempts, 'attempt')}"
-    if head.next_attempt_at is not None:
-        text += f", next at {head.next_attempt_at.astimezone():%H:%M:%S}"
-    return text
+    notes = list(view.notes(overview))
+    if notes:
+        click.echo()
+    for note in islice(notes, NOTES_MAX):
+        for line in fold(note):
+            click.echo(line)
+    if len(notes) > NOTES_MAX:
+        click.echo(f"and {len(notes) - NOTES_MAX} more; see: outbox doctor")

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from outbox.core.headers import header_problem
 from outbox.core.pattern import RESERVED_PREFIX, TYPE_BYTES_MAX
-from outbox.core.request import header_problem
 from outbox.errors import InvalidEvent
 
 if TYPE_CHECKING:

@@ -5,10 +5,10 @@ tell it what happened.
 
     next ──▶ Send ────▶ answered ──▶ Record(delivered) ──▶ next     (need not wait)
       │                     └──────▶ Record(failed, given up) ──▶ recorded ──▶ next
-      ├────▶ Record(given up unsent: expired, erased) ──▶ recorded ──▶ next
+      ├────▶ Record(given up unsent: expired, erased, backlog) ──▶ recorded ──▶ next
       ├────▶ Fetch ───▶ fetched ──▶ next
       ├────▶ Wait(until) … next
-      └────▶ None     … offered ──▶ next
+      └────▶ None     … offered, unblocked, or the gate opens ──▶ next
 
 **Why nothing is lost and nothing is turned around.**  Number n+1 is sent only
 after n was answered with success or its end is durable.  A success may wait
@@ -19,8 +19,7 @@ state must be on disk before anything else happens, and everything that waits
 in the lane is written in the same statement, so that the log never passes a
 number without its outcome.
 
-Retry state belongs to one number, `acked + 1`, and names it; a stale one is
-recognised by that.
+What was tried for the next number, `acked + 1`, is its `Head`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,22 @@ from __future__ import annotations
 from collections import deque
 from enum import Enum, auto
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from outbox.core.answer import Verdict, summary
-from outbox.core.steps import AttemptRow, DeadLetter, Fetch, Gone, Progress, Record, Send, Wait
+from outbox.core.answer import Verdict
+from outbox.core.head import Head
+from outbox.core.steps import (
+    AttemptRow,
+    DeadLetter,
+    DeadRange,
+    Fetch,
+    Gate,
+    Gone,
+    Progress,
+    Record,
+    Send,
+    Wait,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -51,78 +62,84 @@ class _Busy(Enum):
 
 
 class Lane:
-    """The state of one lane in its owner's memory.
+    """The state of one lane in its owner's memory; times are epoch seconds.
 
     Args:
         progress: the checkpoint.
-        tail: (seq, batch) of the delivered rows of the attempt log behind the
-            checkpoint.
+        tail: (seq, batch, time) of the delivered rows of the attempt log
+            behind the checkpoint.
         last_seq: the last number given out.
         sent_through_batch: deliveries up to this batch may have been sent by
             an earlier owner.
+        owed_since: when the first delivery that is owed was given out.
+        blocked: an operator has to let it go on.
+        ended: it belongs to an older generation; nothing is added any more.
     """
 
     __slots__ = (
         "_acked",
-        "_attempts",
+        "_blocked",
         "_busy",
         "_committed",
+        "_cut",
         "_delivered",
+        "_ended",
         "_fetched",
         "_fetching",
-        "_first_attempt_at",
-        "_last_answer",
+        "_floor_batch",
+        "_free",
+        "_head",
         "_last_seq",
-        "_next_attempt_at",
         "_queue",
         "_read_from_batch",
         "_sent_through_batch",
+        "_stalled_since",
         "_stopped",
+        "_success_at",
         "id",
     )
-
-    _first_attempt_at: float | None
-    _next_attempt_at: float | None
-    _last_answer: dict[str, Any] | None
 
     def __init__(
         self,
         lane_id: int,
         progress: Progress,
-        tail: Iterable[tuple[int, int]],
+        tail: Iterable[tuple[int, int, float]],
         last_seq: int,
         sent_through_batch: int,
+        *,
+        owed_since: float | None = None,
+        blocked: bool = False,
+        ended: bool = False,
     ) -> None:
         self.id = lane_id
-        for seq, batch in sorted(set(tail)):
+        for seq, batch, at in sorted(set(tail)):
             # Records are written in order, so the tail has no holes; were
             # there one, sending again is right and skipping would not be.
             if seq == progress.acked_seq + 1:
-                progress = Progress(seq, seq, batch)
+                progress = Progress(seq, seq, batch, success_at=at)
         self._acked = progress.acked_seq
         self._delivered = progress.delivered_seq
+        self._floor_batch = progress.floor_batch
+        self._success_at = progress.success_at
         # What is on disk; retry state that is not of the next number is stale.
         self._committed = progress
         self._last_seq = last_seq
         self._sent_through_batch = sent_through_batch
+        self._blocked = blocked
+        self._ended = ended
         self._queue: deque[Delivery | Gone] = deque()
         self._fetched = progress.acked_seq
         self._fetching = False
         self._read_from_batch = progress.floor_batch
         self._busy: _Busy | None = None
+        self._free = False
         self._stopped = False
-        self._reset_retry()
-        if progress.head_seq == progress.acked_seq + 1:
-            self._attempts = progress.attempts
-            self._first_attempt_at = progress.first_attempt_at
-            self._next_attempt_at = progress.next_attempt_at
-            self._last_answer = progress.last_answer
-
-    def _reset_retry(self) -> None:
-        self._attempts = 0
-        self._first_attempt_at = None
-        self._next_attempt_at = None
-        self._last_answer = None
+        self._cut: tuple[int, Reason] | None = None
+        self._stalled_since: float | None = None
+        if self.owed:
+            known = [at for at in (owed_since, self._success_at) if at is not None]
+            self._stalled_since = max(known, default=None)
+        self._head = Head.of(progress)
 
     # ------------------------------------------------------------ questions
 
@@ -137,6 +154,11 @@ class Lane:
         return self._committed.acked_seq
 
     @property
+    def floor_batch(self) -> int:
+        """Nothing that is owed lies below this batch."""
+        return self._floor_batch
+
+    @property
     def owed(self) -> int:
         """How many deliveries are still to be made."""
         return self._last_seq - self._acked
@@ -147,9 +169,29 @@ class Lane:
         return self._busy is not None
 
     @property
+    def drained(self) -> bool:
+        """Nothing is owed or on its way to the disk, and no operator is waited for."""
+        return self._acked == self._last_seq and self._busy is None and not self._blocked
+
+    @property
     def settled(self) -> bool:
         """Nothing is out, and everything that happened is on disk."""
         return self._busy is None and self._committed.acked_seq == self._acked
+
+    @property
+    def stalled_since(self) -> float | None:
+        """Since when it has owed something without a success; None: it owes nothing."""
+        return self._stalled_since
+
+    @property
+    def failing(self) -> bool:
+        """Its head was tried, and is owed still."""
+        return self._head.attempts > 0
+
+    @property
+    def blocked(self) -> bool:
+        """An operator has to let it go on."""
+        return self._blocked
 
     def checkpoint(self) -> Progress:
         """What may be written down as progress: committed records only."""
@@ -157,27 +199,43 @@ class Lane:
 
     # ------------------------------------------------------- what to do next
 
-    def next(self, now: float) -> Command:
-        """The next thing to do; None when there is nothing, or it is under way."""
+    def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
+        """The next thing to do; None when there is nothing, or it is under way.
+
+        `gate` is what the endpoint's health allows; what is given up unsent
+        does not ask for it.
+        """
         if self._busy is not None or self._stopped:
+            return None
+        if self._cut is not None:
+            through_seq, reason = self._cut
+            self._cut = None
+            if through_seq > self._acked:
+                return self._give_up_range(through_seq, reason)
+        if self._blocked:
             return None
         if not self._queue:
             return self.fetch()
-        head = self._queue[0]
-        if isinstance(head, Gone):
-            return self._give_up(head, "erased", None)
-        if head.expires_at is not None and head.expires_at.timestamp() <= now:
-            return self._give_up(head, "expired", None)
-        if self._next_attempt_at is not None and now < self._next_attempt_at:
+        first, head = self._queue[0], self._head
+        if isinstance(first, Gone):
+            return self._give_up(first, "erased", None)
+        expires_at = inf if first.expires_at is None else first.expires_at.timestamp()
+        if expires_at <= now:
+            return self._give_up(first, "expired", None)
+        is_due = head.is_due(now)
+        if gate is Gate.SHUT or (gate is Gate.OPEN and not is_due):
+            due_at = inf if gate is Gate.SHUT else head.next_attempt_at or now
             # An event that expires meanwhile must not hold up the lane.
-            expires_at = head.expires_at.timestamp() if head.expires_at else inf
-            return Wait(min(self._next_attempt_at, expires_at))
+            until = min(due_at, expires_at)
+            return None if until == inf else Wait(until)
         self._busy = _Busy.SENDING
+        self._free = not is_due
         return Send(
-            head,
+            first,
             self._delivered,
-            self._attempts + 1,
-            maybe_sent_before=self._attempts > 0 or head.batch <= self._sent_through_batch,
+            head.attempts + 1,
+            maybe_sent_before=head.attempts > 0 or first.batch <= self._sent_through_batch,
+            lane_ends=self._ended and first.seq == self._last_seq,
         )
 
     def fetch(self) -> Fetch | None:
@@ -194,14 +252,18 @@ class Lane:
 
     # --------------------------------------------------------- what happened
 
-    def offered(self, last_seq: int) -> None:
+    def offered(self, last_seq: int, now: float) -> None:
         """The lane was given deliveries up to this number."""
         self._last_seq = max(self._last_seq, last_seq)
+        if self._stalled_since is None and self.owed:
+            self._stalled_since = now
 
     def fetched(self, deliveries: Sequence[Delivery | Gone]) -> None:
         """The answer to a Fetch."""
         self._fetching = False
         for delivery in deliveries:
+            if delivery.seq <= self._fetched:
+                continue  # Given up while it was read.
             if delivery.seq != self._fetched + 1:
                 raise AssertionError(
                     f"lane {self.id}: number {delivery.seq} follows {self._fetched}"
@@ -209,6 +271,8 @@ class Lane:
             self._queue.append(delivery)
             self._fetched = delivery.seq
             self._read_from_batch = delivery.batch
+        # What was read may be newer than what was offered.
+        self._last_seq = max(self._last_seq, self._fetched)
 
     def answered(
         self,
@@ -219,21 +283,20 @@ class Lane:
         started_at: float,
         now: float,
         u: float,
-        retry_after_s: float | None = None,
+        blocks: bool = False,
     ) -> Record:
         """A Send was answered.
 
         Args:
-            started_at, now: epoch seconds.
             u: uniform in [0, 1), for the jitter.
-            retry_after_s: the least time the receiver asked to be left alone.
+            blocks: when this ends the delivery, the lane waits for an operator.
         """
-        head = self._queue[0]
-        self._attempts += 1
+        first, head = self._queue[0], self._head
+        head.attempts += 1
         row = AttemptRow(
-            head.batch,
-            head.seq,
-            self._attempts,
+            first.batch,
+            first.seq,
+            head.attempts,
             _OUTCOMES[verdict],
             answer.status,
             answer.detail or (answer.failure.value if answer.failure else None),
@@ -241,34 +304,34 @@ class Lane:
             answer.elapsed_s,
         )
         if verdict is Verdict.DELIVERED:
-            self._pass(delivered=True)
+            self._success_at = now
+            self._pass(first.seq, first.batch, delivered=True)
+            self._stalled_since = now if self.owed else None
             self._busy = None
-            return Record(self.id, head.seq, row)
-        if self._first_attempt_at is None:
-            self._first_attempt_at = started_at
-        self._last_answer = summary(answer)
+            return Record(self.id, first.seq, row)
+        head.answered(answer, started_at)
         if verdict is Verdict.REFUSED:
-            return self._give_up(head, "refused", row)
-        if policy.exhausted(self._attempts, started_at - self._first_attempt_at):
-            return self._give_up(head, "exhausted", row)
-        delay_s = max(policy.delay_s(self._attempts, u), retry_after_s or 0.0)
-        self._next_attempt_at = now + delay_s
+            return self._give_up(first, "refused", row, blocks=blocks)
+        if not self._free and head.spend(policy, started_at=started_at, now=now, u=u):
+            return self._give_up(first, "exhausted", row, blocks=blocks)
         self._busy = _Busy.RECORDING
-        return Record(
-            self.id,
-            head.seq,
-            row,
-            Progress(
-                self._acked,
-                self._delivered,
-                head.batch,
-                head.seq,
-                self._attempts,
-                self._first_attempt_at,
-                self._next_attempt_at,
-                self._last_answer,
-            ),
+        progress = Progress(
+            self._acked,
+            self._delivered,
+            first.batch,
+            first.seq,
+            head.attempts,
+            head.spent,
+            head.first_attempt_at,
+            head.next_attempt_at,
+            head.last_answer,
+            self._success_at,
         )
+        return Record(self.id, first.seq, row, progress)
+
+    def unsent(self) -> None:
+        """A Send was not carried out; it comes again when it may."""
+        self._busy = None
 
     def recorded(self, record: Record) -> None:
         """A record is durable."""
@@ -277,11 +340,23 @@ class Lane:
             self._committed = record.progress
             self._busy = None
         elif row is not None and seq > self._committed.acked_seq:
-            self._committed = Progress(seq, seq, row.batch)
+            self._committed = Progress(
+                seq, seq, row.batch, success_at=row.started_at + row.elapsed_s
+            )
 
-    def retry_now(self) -> None:
-        """Forget the wait before the next attempt."""
-        self._next_attempt_at = None
+    def cut(self, through_seq: int, reason: Reason) -> None:
+        """Give up everything up to this number, as soon as nothing is in flight."""
+        through_seq = min(through_seq, self._last_seq)
+        if through_seq > (self._acked if self._cut is None else self._cut[0]):
+            self._cut = (through_seq, reason)
+
+    def unblock(self) -> None:
+        """An operator lets it go on."""
+        self._blocked = False
+
+    def end(self) -> None:
+        """A newer generation took its place: what it owes now is the last of it."""
+        self._ended = True
 
     def stop(self) -> None:
         """Send nothing more; what is in flight still ends as usual."""
@@ -289,18 +364,56 @@ class Lane:
 
     # ---------------------------------------------------------------- inside
 
-    def _pass(self, *, delivered: bool) -> None:
-        head = self._queue.popleft()
-        self._acked = head.seq
+    def _pass(self, seq: int, batch: int, *, delivered: bool) -> None:
+        while self._queue and self._queue[0].seq <= seq:
+            batch = self._queue.popleft().batch
+        self._acked = seq
+        self._floor_batch = batch
+        if seq > self._fetched:
+            self._fetched = seq
         if delivered:
-            self._delivered = head.seq
-        self._reset_retry()
+            self._delivered = seq
+        self._head = Head()
 
-    def _give_up(self, head: Delivery | Gone, reason: Reason, row: AttemptRow | None) -> Record:
-        dead = DeadLetter(head, reason, self._attempts, self._last_answer)
-        self._pass(delivered=False)
+    def _give_up(
+        self,
+        first: Delivery | Gone,
+        reason: Reason,
+        row: AttemptRow | None,
+        *,
+        blocks: bool = False,
+    ) -> Record:
+        dead = DeadLetter(first, reason, self._head.attempts, self._head.last_answer)
+        return self._end_of(first.seq, first.batch, row, dead, blocks=blocks)
+
+    def _give_up_range(self, through_seq: int, reason: Reason) -> Record:
+        dead = DeadRange(
+            self._floor_batch,
+            self._acked + 1,
+            through_seq,
+            reason,
+            self._head.attempts,
+            self._head.last_answer,
+        )
+        return self._end_of(through_seq, self._floor_batch, None, dead, blocks=False)
+
+    def _end_of(
+        self,
+        seq: int,
+        batch: int,
+        row: AttemptRow | None,
+        dead: DeadLetter | DeadRange,
+        *,
+        blocks: bool,
+    ) -> Record:
+        """Pass what is given up; the lane goes on when that is on disk."""
+        self._pass(seq, batch, delivered=False)
+        if not self.owed:
+            self._stalled_since = None
+        self._blocked = self._blocked or blocks
         self._busy = _Busy.RECORDING
-        return Record(self.id, head.seq, row, Progress(head.seq, self._delivered, head.batch), dead)
+        progress = Progress(seq, self._delivered, self._floor_batch, success_at=self._success_at)
+        return Record(self.id, seq, row, progress, dead, blocks)
 
 
 _OUTCOMES: dict[Verdict, Literal["delivered", "retry", "refused"]] = {

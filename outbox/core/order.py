@@ -31,6 +31,11 @@ came.  What was received first counts: a number that is there stays seen, even
 if a later delivery names it as given up, because an acknowledgement can be
 lost in a crash.
 
+A lane ends when the number of lanes changes; its last delivery says so.  When
+nothing of it is missing or a hole any more, no more is kept of it than its last
+number, by which late copies are known, and contradictions: what lies beyond an
+end, or an end below what was received.
+
 Memory is bounded: states are ranges, and there is a limit to the ranges of a
 lane, to the lanes, and to the `X-Delivery` values kept for finding a number
 that was used twice.
@@ -65,7 +70,8 @@ class Kind(StrEnum):
     OLD = "old"
     """Not seen before, but a higher number was; `was` tells what it counted as."""
     CONFLICT = "conflict"
-    """A number that was seen with another `X-Delivery`: two senders, or a forgery."""
+    """A number that was seen with another `X-Delivery`, or beyond the end of its
+    lane: two senders, or a forgery."""
 
 
 class State(StrEnum):
@@ -117,7 +123,7 @@ class LaneOrder:
     whatever precedes the first number received is missing, not unknown.
     """
 
-    __slots__ = ("_from_start", "_ids", "_states", "forgotten", "high")
+    __slots__ = ("_from_start", "_ids", "_states", "ended", "forgotten", "high")
 
     def __init__(self, *, from_start: bool = False) -> None:
         self._from_start = from_start
@@ -125,6 +131,8 @@ class LaneOrder:
         self._ids: OrderedDict[int, str] = OrderedDict()
         self.high = 0
         """The highest number received, 0 before the first."""
+        self.ended = False
+        """That number is the lane's last."""
         self.forgotten = dict.fromkeys(State, 0)
         """How many numbers were missing, or a hole, when they were forgotten."""
 
@@ -136,17 +144,27 @@ class LaneOrder:
         """How many numbers are in this state, or were when they were forgotten."""
         return self._states[state].count + self.forgotten[state]
 
-    def observe(self, sequence: int, previous_sequence: int, delivery_id: str) -> Observation:
+    @property
+    def is_over(self) -> bool:
+        """It ended, and there is nothing left that could be said of it."""
+        return self.ended and not self._states[State.MISSING] and not self._states[State.HOLE]
+
+    def last(self) -> tuple[int, str | None]:
+        """The highest number received, and the `X-Delivery` it had, if that is known."""
+        return self.high, self._ids.get(self.high)
+
+    def observe(
+        self, sequence: int, previous_sequence: int, delivery_id: str, *, lane_ends: bool = False
+    ) -> Observation:
         """Take in one delivery.  A conflict changes nothing.
 
         Raises:
             ValueError: not 0 <= previous_sequence < sequence.
         """
-        if not 0 <= previous_sequence < sequence:
-            raise ValueError(
-                f"sequence {sequence} with previous {previous_sequence}: "
-                "the previous one is 0 or more, and lower"
-            )
+        _check(sequence, previous_sequence)
+        beyond = self.ended and sequence > self.high
+        if beyond or (lane_ends and sequence < self.high):
+            return Observation(Kind.CONFLICT)
         if sequence > self.high:
             observation = self._ahead(sequence, previous_sequence)
         else:
@@ -156,6 +174,8 @@ class LaneOrder:
             if len(self._ids) > IDS_MAX:
                 self._ids.popitem(last=False)
             self._forget()
+        if lane_ends and observation.kind is not Kind.CONFLICT:
+            self.ended = True
         return observation
 
     def close(self, sequence: int) -> State | None:
@@ -221,20 +241,22 @@ class OrderBook:
     """The order check of all lanes of a receiver.
 
     The least recently heard lane is forgotten beyond `lanes_max`; what it was
-    missing stays in the totals.
+    missing stays in the totals.  Of lanes that are over, so many more are
+    remembered by their last number.
     """
 
     def __init__(self, *, from_start: bool = False, lanes_max: int = LANES_MAX) -> None:
         self._from_start = from_start
         self._lanes_max = lanes_max
         self._lanes: OrderedDict[str, LaneOrder] = OrderedDict()
+        self._over: OrderedDict[str, tuple[int, str | None]] = OrderedDict()
         self._kinds = dict.fromkeys(Kind, 0)
         self._was = dict.fromkeys(State, 0)
         self._forgotten = dict.fromkeys(State, 0)
 
     @property
     def lanes(self) -> dict[str, LaneOrder]:
-        """What is known, the most recently heard lane last."""
+        """What is known of lanes that are not over, the most recently heard one last."""
         return dict(self._lanes)
 
     def observe(
@@ -244,26 +266,35 @@ class OrderBook:
         previous_sequence: int,
         delivery_id: str,
         replay_of: tuple[str, int] | None = None,
+        *,
+        lane_ends: bool = False,
     ) -> Observation:
         """Take in one delivery, and say how it stands to those before it.
 
-        `replay_of` is the lane and number that this delivery stands for.
+        `replay_of` is the lane and number that this delivery stands for;
+        `lane_ends` says that nothing will follow it in its own lane.
 
         Raises:
             ValueError: not 0 <= previous_sequence < sequence.
         """
-        order = self._lanes.get(lane) or LaneOrder(from_start=self._from_start)
-        observation = order.observe(sequence, previous_sequence, delivery_id)
-        self._lanes[lane] = order
-        self._lanes.move_to_end(lane)
+        _check(sequence, previous_sequence)
+        if lane in self._over:
+            observation = self._after_the_end(lane, sequence, delivery_id, lane_ends=lane_ends)
+        else:
+            order = self._lanes.get(lane) or LaneOrder(from_start=self._from_start)
+            observation = order.observe(
+                sequence, previous_sequence, delivery_id, lane_ends=lane_ends
+            )
+            self._lanes[lane] = order
+            self._lanes.move_to_end(lane)
+            self._retire(lane)
         if len(self._lanes) > self._lanes_max:
-            _, gone = self._lanes.popitem(last=False)
-            for state in State:
-                self._forgotten[state] += gone.count(state)
+            self._forget(self._lanes.popitem(last=False)[1])
         if replay_of is not None and observation.kind is not Kind.CONFLICT:
             replayed = self._lanes.get(replay_of[0])
             if replayed is not None:
                 observation = replace(observation, closed=replayed.close(replay_of[1]))
+                self._retire(replay_of[0])
         self._kinds[observation.kind] += 1
         if observation.was is not None:
             self._was[observation.was] += 1
@@ -282,5 +313,36 @@ class OrderBook:
             holes=self._sum(State.HOLE),
         )
 
+    def _after_the_end(
+        self, lane: str, sequence: int, delivery_id: str, *, lane_ends: bool
+    ) -> Observation:
+        """A delivery in a lane that is over: a late copy, or a contradiction."""
+        self._over.move_to_end(lane)
+        last, last_id = self._over[lane]
+        other = sequence == last and last_id not in (None, delivery_id)
+        wrong = sequence > last or (lane_ends and sequence < last) or other
+        return Observation(Kind.CONFLICT if wrong else Kind.DUPLICATE)
+
+    def _retire(self, lane: str) -> None:
+        """Keep no more than the last number of a lane that is over."""
+        order = self._lanes[lane]
+        if order.is_over:
+            self._over[lane] = order.last()
+            self._forget(self._lanes.pop(lane))
+            if len(self._over) > self._lanes_max:
+                self._over.popitem(last=False)
+
+    def _forget(self, order: LaneOrder) -> None:
+        for state in State:
+            self._forgotten[state] += order.count(state)
+
     def _sum(self, state: State) -> int:
         return self._forgotten[state] + sum(order.count(state) for order in self._lanes.values())
+
+
+def _check(sequence: int, previous_sequence: int) -> None:
+    if not 0 <= previous_sequence < sequence:
+        raise ValueError(
+            f"sequence {sequence} with previous {previous_sequence}: "
+            "the previous one is 0 or more, and lower"
+        )

@@ -13,22 +13,19 @@ Headers of ours, in the words of the contract:
     X-Lane, X-Sequence, X-Previous-Sequence            as in the body
     X-Attempt             1, 2, …: information only, not signed
 
-An event's own headers (`traceparent` is one) go along unless they could change
-what a header of ours says, how the request is framed, or where it goes.  Such
-headers, and those whose name or value HTTP/1.1 cannot carry unharmed (RFC
-9110, 5.5 and 5.6.2; values outside ASCII have no agreed meaning), are left
-out: a bad header never stops a delivery.
+The endpoint's and the event's own headers go along with them: see
+`outbox.core.headers`.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from datetime import UTC
 from typing import TYPE_CHECKING
 
 import orjson
 
+from outbox.core.headers import merge
 from outbox.core.identity import delivery_id
 from outbox.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
 
@@ -41,41 +38,6 @@ if TYPE_CHECKING:
 
 USER_AGENT = "outbox-relay"
 """Without a version: it is nobody's business at the other end."""
-
-_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_VALUE = re.compile(r"[\x20-\x7e\t]*")
-
-_RESERVED = frozenset(
-    {
-        # Ours.
-        "content-type",
-        "user-agent",
-        "x-attempt",
-        "x-delivery",
-        "x-event",
-        "x-lane",
-        "x-previous-sequence",
-        "x-sequence",
-        # What frames the request or the answer, or says where it goes.
-        "accept-encoding",
-        "content-encoding",
-        "content-length",
-        "expect",
-        "host",
-        "range",
-        "trailer",
-        "transfer-encoding",
-        # Hop by hop (RFC 9110, 7.6.1), and what proxies act on.
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "upgrade",
-    }
-)
-_RESERVED_PREFIX = "webhook-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +89,20 @@ class Prepared:
         )
 
 
-def prepare(delivery: Delivery, previous_seq: int) -> Prepared:
+def prepare(
+    delivery: Delivery,
+    previous_seq: int,
+    *,
+    lane_ends: bool = False,
+    endpoint_headers: Headers = (),
+) -> Prepared:
     """Body and fixed headers of a delivery.
 
-    `previous_seq` is the last number of the lane that was not given up, 0 at
-    its start.
+    Args:
+        previous_seq: the last number of the lane that was not given up, 0 at
+            its start.
+        lane_ends: nothing will ever follow it in its lane.
+        endpoint_headers: what the endpoint asks for beside ours.
     """
     message_id = str(delivery_id(delivery.endpoint_id, delivery.outbox_id))
     return Prepared(
@@ -145,9 +116,9 @@ def prepare(delivery: Delivery, previous_seq: int) -> Prepared:
             ("X-Lane", delivery.lane),
             ("X-Sequence", str(delivery.seq)),
             ("X-Previous-Sequence", str(previous_seq)),
-            *_own_headers(delivery.headers),
+            *merge(endpoint_headers, delivery.headers),
         ),
-        body=_body(delivery, previous_seq),
+        body=_body(delivery, previous_seq, lane_ends=lane_ends),
     )
 
 
@@ -172,24 +143,7 @@ def rfc3339(at: datetime) -> str:
     return at.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="microseconds") + "Z"
 
 
-def header_problem(name: str, value: object) -> str | None:
-    """Why an event's own header cannot go along; None: it can.
-
-    Producers are told by this when they publish; here it is left out.
-    """
-    lower = name.lower()
-    if lower in _RESERVED or lower.startswith(_RESERVED_PREFIX):
-        return "is set by the relay, or says how the request is carried"
-    if not _TOKEN.fullmatch(name):
-        return "is not a header name (RFC 9110: letters, digits and !#$%&'*+-.^_`|~)"
-    if not isinstance(value, str):
-        return "has a value that is not text"
-    if not _VALUE.fullmatch(value):
-        return "has a value with characters other than printable ASCII"
-    return None
-
-
-def _body(delivery: Delivery, previous_seq: int) -> bytes:
+def _body(delivery: Delivery, previous_seq: int, *, lane_ends: bool) -> bytes:
     envelope: dict[str, object] = {
         "id": str(delivery.event_id),
         "type": delivery.type,
@@ -205,16 +159,6 @@ def _body(delivery: Delivery, previous_seq: int) -> bytes:
     if delivery.replay_of is not None:
         lane, sequence = delivery.replay_of
         envelope["replay_of"] = {"lane": lane, "sequence": sequence}
+    if lane_ends:
+        envelope["lane_ends"] = True
     return b'%b,"data":%b}' % (orjson.dumps(envelope)[:-1], delivery.payload)
-
-
-def _own_headers(raw: bytes | None) -> Headers:
-    """The event's headers that may go along, the first of each name."""
-    if raw is None:
-        return ()
-    kept: dict[str, tuple[str, str]] = {}
-    for name, value in orjson.loads(raw).items():
-        lower = name.lower()
-        if lower not in kept and header_problem(name, value) is None:
-            kept[lower] = (name, value.strip(" \t"))
-    return tuple(kept.values())

@@ -16,6 +16,9 @@ uniform number in [0, 1) that the caller drew.
   march in step.
 * `none` is exact.
 
+A policy is written as a preset's name, as values, or as a preset with changes:
+`patient`, `base=5s,factor=2,cap=1h`, `plane,attempts=8`.
+
 The budget is `attempts_max` attempts or `age_max_s` since the first one began,
 whichever ends first.  It ends by the answer to an attempt and never by the
 clock alone, so a delivery that waited out an outage still gets its try.
@@ -24,7 +27,7 @@ clock alone, so a delivery that waited out an outage still gets its try.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -36,6 +39,7 @@ from tenacity import (
     wait_exponential,
 )
 
+from outbox.core import duration
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,12 +50,28 @@ Jitter = Literal["full", "proportional", "none"]
 DELAY_S_MAX = 30 * 86400.0
 ATTEMPTS_MAX = 10_000
 
+KEYS = {
+    "base": "base_s",
+    "factor": "factor",
+    "cap": "cap_s",
+    "jitter": "jitter",
+    "ratio": "jitter_ratio",
+    "attempts": "attempts_max",
+    "age": "age_max_s",
+}
+"""What people call the numbers of a policy, and the fields that hold them."""
 
-def _bounded(name: str, value: float, lo: float, hi: float) -> None:
+_NAMES = {field: key for key, field in KEYS.items()}
+
+
+def _bounded(field: str, value: float, lo: float, hi: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # A NaN fails both comparisons and so does not get through.
     if not (is_number and lo <= value <= hi):
-        raise UsageError(f"retry: {name} must be between {lo:g} and {hi:g}, not {value!r}")
+        show = duration.exact if field.endswith("_s") else _number
+        raise UsageError(
+            f"retry.{_NAMES[field]}: must be between {show(lo)} and {show(hi)}, not {value!r}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +103,10 @@ class RetryPolicy:
         _bounded("age_max_s", self.age_max_s, 0.0, 12 * DELAY_S_MAX)
         if self.jitter not in get_args(Jitter):
             raise UsageError(
-                f"retry: jitter must be one of {', '.join(get_args(Jitter))}, not {self.jitter!r}"
+                f"retry.jitter: must be one of {', '.join(get_args(Jitter))}, not {self.jitter!r}"
             )
         if type(self.attempts_max) is not int:
-            raise UsageError(f"retry: attempts_max must be an integer, not {self.attempts_max!r}")
+            raise UsageError(f"retry.attempts: must be an integer, not {self.attempts_max!r}")
         _bounded("attempts_max", self.attempts_max, 1, ATTEMPTS_MAX)
 
     def delay_s(self, attempts: int, u: float) -> float:
@@ -95,16 +115,24 @@ class RetryPolicy:
         `u` is uniform in [0, 1).  Any number of attempts is fine: what would
         overflow is the cap.
         """
-        if attempts < 1:
-            raise ValueError(f"a delay follows an attempt, and {attempts} were made")
         if not 0.0 <= u < 1.0:
             raise ValueError(f"u must be in [0, 1), not {u!r}")
+        lo, hi = self.delay_bounds_s(attempts)
+        return min(lo + (hi - lo) * u, hi)
+
+    def delay_bounds_s(self, attempts: int) -> tuple[float, float]:
+        """The shortest and the longest wait after `attempts` attempts.
+
+        What jitter draws is spread evenly between them.
+        """
+        if attempts < 1:
+            raise ValueError(f"a delay follows an attempt, and {attempts} were made")
         delay_s = float(_retrying(self).wait(_after(self, attempts, 0.0)))
         if self.jitter == "full":
-            return delay_s * u
+            return 0.0, delay_s
         if self.jitter == "proportional":
-            return delay_s * (1.0 + self.jitter_ratio * (2.0 * u - 1.0))
-        return delay_s
+            return delay_s * (1.0 - self.jitter_ratio), delay_s * (1.0 + self.jitter_ratio)
+        return delay_s, delay_s
 
     def exhausted(self, attempts: int, elapsed_s: float) -> bool:
         """Whether the attempt just answered was the last one.
@@ -121,7 +149,7 @@ class RetryPolicy:
 
     @classmethod
     def from_dict(cls, numbers: Mapping[str, Any]) -> RetryPolicy:
-        """A policy from stored or typed numbers; what is left out is `standard`.
+        """A policy from stored numbers; what is left out is `standard`.
 
         Raises:
             UsageError: a name is unknown, or a number is out of its bounds.
@@ -130,12 +158,130 @@ class RetryPolicy:
         for name in numbers:
             if name not in known:
                 raise UsageError(
-                    f"retry: there is no {name!r}; a policy has {', '.join(sorted(known))}"
+                    f"retry: there is no {name!r}; stored policies have {', '.join(sorted(known))}"
                 )
         return cls(**numbers)
 
 
 STANDARD = RetryPolicy()
+
+PRESETS: dict[str, RetryPolicy] = {
+    "standard": STANDARD,
+    # For receivers that are only ever away for a moment, and whose events are
+    # worth nothing later.
+    "fast": RetryPolicy(base_s=1.0, factor=2.0, cap_s=60.0, attempts_max=10, age_max_s=900.0),
+    # For receivers whose outages last a weekend.  Spread around each delay and
+    # not below it, so that no luck with the dice makes it impatient.
+    "patient": RetryPolicy(
+        base_s=60.0,
+        factor=4.0,
+        jitter="proportional",
+        jitter_ratio=0.25,
+        attempts_max=20,
+        age_max_s=259200.0,
+    ),
+    # Near fixed times, for receivers that expect the next attempt about then.
+    "plane": RetryPolicy(
+        base_s=300.0, factor=2.0, jitter="proportional", jitter_ratio=0.15, attempts_max=6
+    ),
+}
+
+
+def parse(text: str) -> RetryPolicy:
+    """A policy as people write it; what is left out is of the preset, or `standard`.
+
+    Raises:
+        UsageError: it names no preset, no number, or one out of its bounds.
+    """
+    policy = STANDARD
+    values: dict[str, str] = {}
+    for i, item in enumerate(text.split(",")):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals and i == 0:
+            policy = preset(key)
+        elif not equals or not key or not value:
+            raise UsageError(
+                f'retry: "{item.strip()[:40]}" is not one of {", ".join(KEYS)} with = and a value'
+            )
+        elif key in values:
+            raise UsageError(f"retry.{key}: stands there twice")
+        else:
+            values[key] = value
+    return changed(policy, values)
+
+
+def preset(name: str) -> RetryPolicy:
+    """The preset of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in PRESETS:
+        raise UsageError(
+            f'retry: there is no policy "{name[:40]}"; there are {", ".join(PRESETS)}, '
+            "and values such as base=5s,factor=2,cap=1h"
+        )
+    return PRESETS[name]
+
+
+def changed(policy: RetryPolicy, values: Mapping[str, Any]) -> RetryPolicy:
+    """A policy with other values, by the names of `KEYS`; text is read.
+
+    Raises:
+        UsageError: a name is unknown, or a value is out of its bounds.
+    """
+    numbers: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in KEYS:
+            raise UsageError(f'retry: there is no "{key[:40]}"; a policy has {", ".join(KEYS)}')
+        numbers[KEYS[key]] = _read(key, value) if isinstance(value, str) else value
+    return replace(policy, **numbers)
+
+
+def describe(policy: RetryPolicy) -> str:
+    """The policy as `parse` reads it: its preset's name, or its values."""
+    for name, each in PRESETS.items():
+        if each == policy:
+            return name
+    return values_of(policy)
+
+
+def values_of(policy: RetryPolicy) -> str:
+    """All values of a policy, as `parse` reads them."""
+    shown = {
+        "base": duration.exact(policy.base_s),
+        "factor": _number(policy.factor),
+        "cap": duration.exact(policy.cap_s),
+        "jitter": policy.jitter,
+        "ratio": _number(policy.jitter_ratio),
+        "attempts": str(policy.attempts_max),
+        "age": duration.exact(policy.age_max_s),
+    }
+    if policy.jitter != "proportional":
+        del shown["ratio"]
+    return ",".join(f"{key}={value}" for key, value in shown.items())
+
+
+def _number(value: float) -> str:
+    """Every digit that counts, so that reading it gives the same number."""
+    return repr(float(value)).removesuffix(".0")
+
+
+def _read(key: str, text: str) -> Any:
+    """A value that was written as text."""
+    try:
+        if key == "jitter":
+            return text
+        if key == "attempts":
+            return int(text)
+        if key in ("factor", "ratio"):
+            return float(text)
+    except ValueError:
+        raise UsageError(f'retry.{key}: "{text[:40]}" is not a number') from None
+    try:
+        return duration.parse(text)
+    except UsageError as error:
+        raise UsageError(f"retry.{key}: {error}") from None
 
 
 @lru_cache(maxsize=1024)

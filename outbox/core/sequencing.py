@@ -1,13 +1,16 @@
 """From committed events to numbered deliveries.
 
-Every event goes to each endpoint that subscribes to its type and may see its
-tenant, into the lane that its key chooses, under the lane's next number.
+Every event goes to each endpoint that subscribes to its type, may see its
+tenant, and has no filter or one that the payload meets; into the lane that its
+key chooses, under the lane's next number.  Filters are the database's to
+evaluate: here it is said which ones have to be asked about which events.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from outbox.core import pattern
@@ -15,7 +18,13 @@ from outbox.core import pattern
 if TYPE_CHECKING:
     import re
     from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
     from uuid import UUID
+
+    Refused = Mapping[str, AbstractSet[int]]
+    """By filter, the events whose payloads do not meet it."""
+
+NONE_REFUSED: Refused = MappingProxyType({})
 
 MATCHES_MAX = 10_000
 """How many (tenant, type) pairs are remembered; more are worked out again."""
@@ -43,15 +52,32 @@ class Route:
     tenant: str | None
     all_tenants: bool
     lane_ids: tuple[int, ...]
+    filter: str | None = None
+    """The inside of SQL/JSON path's `$ ? (…)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A request to send something again at the end of a lane."""
+    """A number that is sent again, at the end of a lane."""
 
     id: int
+    """Of the request."""
     lane_id: int
     outbox_id: int
+    seq: int
+    """The number it stands for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Helping:
+    """What one batch takes of a replay: its next numbers, and where the rest begins."""
+
+    id: int
+    replays: tuple[Replay, ...]
+    next_seq: int
+    next_batch: int
+    missing: int = 0
+    """Numbers passed over because their deliveries are not there any more."""
 
 
 @dataclass(slots=True)
@@ -62,6 +88,7 @@ class Deliveries:
     seqs: list[int] = field(default_factory=list)
     outbox_ids: list[int] = field(default_factory=list)
     replay_ids: list[int | None] = field(default_factory=list)
+    replay_seqs: list[int | None] = field(default_factory=list)
     counters: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -75,6 +102,7 @@ class Router:
         self._routes: list[tuple[Route, list[re.Pattern[str]]]] = [
             (route, [pattern.parse(p) for p in route.types]) for route in routes
         ]
+        self._has_filters = any(route.filter is not None for route, _ in self._routes)
         self._matches: OrderedDict[tuple[str | None, str], tuple[Route, ...]] = OrderedDict()
 
     def match(self, tenant: str | None, type: str) -> tuple[Route, ...]:  # noqa: A002
@@ -102,14 +130,25 @@ class Router:
                 return n
         return len(events)
 
-    def lanes(self, event: Sighting) -> Iterable[int]:
+    def questions(self, events: Iterable[Sighting]) -> dict[str, list[int]]:
+        """The filters that have to be evaluated, each with the events it is about."""
+        asked: dict[str, list[int]] = {}
+        if self._has_filters:
+            for event in events:
+                routes = self.match(event.tenant, event.type)
+                for text in {route.filter for route in routes if route.filter is not None}:
+                    asked.setdefault(text, []).append(event.id)
+        return asked
+
+    def lanes(self, event: Sighting, refused: Refused = NONE_REFUSED) -> Iterable[int]:
         """The lane of every subscribed endpoint for this event."""
         for route in self.match(event.tenant, event.type):
-            yield route.lane_ids[event.spread % len(route.lane_ids)]
+            if route.filter is None or event.id not in refused.get(route.filter, ()):
+                yield route.lane_ids[event.spread % len(route.lane_ids)]
 
-    def lanes_of(self, events: Iterable[Sighting]) -> set[int]:
+    def lanes_of(self, events: Iterable[Sighting], refused: Refused = NONE_REFUSED) -> set[int]:
         """All lanes the events go to: whose counters are needed."""
-        return {lane for event in events for lane in self.lanes(event)}
+        return {lane for event in events for lane in self.lanes(event, refused)}
 
 
 def number(
@@ -117,26 +156,29 @@ def number(
     events: Iterable[Sighting],
     replays: Iterable[Replay],
     counters: Mapping[int, int],
+    refused: Refused = NONE_REFUSED,
 ) -> Deliveries:
     """Give every delivery the next number of its lane; replays come last.
 
     Args:
         counters: the last number of every lane that occurs.
+        refused: what the database said about `Router.questions`.
     """
     out = Deliveries()
     last = out.counters
 
-    def add(lane_id: int, outbox_id: int, replay_id: int | None) -> None:
+    def add(lane_id: int, outbox_id: int, replay: Replay | None = None) -> None:
         seq = (last[lane_id] if lane_id in last else counters[lane_id]) + 1
         last[lane_id] = seq
         out.lane_ids.append(lane_id)
         out.seqs.append(seq)
         out.outbox_ids.append(outbox_id)
-        out.replay_ids.append(replay_id)
+        out.replay_ids.append(None if replay is None else replay.id)
+        out.replay_seqs.append(None if replay is None else replay.seq)
 
     for event in events:
-        for lane_id in router.lanes(event):
-            add(lane_id, event.id, None)
+        for lane_id in router.lanes(event, refused):
+            add(lane_id, event.id)
     for replay in replays:
-        add(replay.lane_id, replay.outbox_id, replay.id)
+        add(replay.lane_id, replay.outbox_id, replay)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
@@ -10,7 +11,19 @@ if TYPE_CHECKING:
 
     from outbox.core.request import Delivery
 
-Reason: TypeAlias = Literal["refused", "exhausted", "expired", "erased", "removed"]
+Reason: TypeAlias = Literal["refused", "exhausted", "expired", "erased", "backlog"]
+"""Why a lane gives something up; an endpoint that ends adds `disabled` and `removed`."""
+
+
+class Gate(Enum):
+    """What an endpoint's health allows one of its lanes."""
+
+    OPEN = auto()
+    """Send when the head is due."""
+    PROBE = auto()
+    """Send now; before the head's own time that is free of charge."""
+    SHUT = auto()
+    """Send nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +35,13 @@ class Progress:
     floor_batch: int = 0
     head_seq: int | None = None
     attempts: int = 0
+    spent: int = 0
+    """Of the attempts, those that count against the budget."""
     first_attempt_at: float | None = None
     next_attempt_at: float | None = None
     last_answer: dict[str, Any] | None = None
+    success_at: float | None = None
+    """When the lane last delivered something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,20 @@ class DeadLetter:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadRange:
+    """Numbers that are given up together, unsent."""
+
+    batch: int
+    """Where reading them begins."""
+    seq: int
+    to_seq: int
+    reason: Reason
+    attempts: int
+    """Of the first of them."""
+    last_answer: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """Make one attempt."""
 
@@ -69,6 +100,8 @@ class Send:
     previous_seq: int
     attempt: int
     maybe_sent_before: bool
+    lane_ends: bool = False
+    """Nothing will ever follow it in its lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +131,9 @@ class Record:
     seq: int
     attempt: AttemptRow | None
     progress: Progress | None = None
-    dead: DeadLetter | None = None
+    dead: DeadLetter | DeadRange | None = None
+    blocks: bool = False
+    """The lane waits for an operator afterwards."""
 
     @property
     def urgent(self) -> bool:

@@ -11,13 +11,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.endpoint import EndpointSettings
 from outbox.core.pattern import parse as parse_pattern
+from outbox.core.retry import RetryPolicy
 from outbox.core.signature import parse_secret
 from outbox.demo.shop import CLERKS
 from outbox.embedded import EmbeddedPostgres
 from outbox.embedded.launch import command
 from outbox.receiver.server import Outcome, Receiver
-from outbox.store import dsn, endpoints
+from outbox.store import dsn, endpoint_changes
 from outbox.store.connect import connect
 from outbox.store.migrate import migrate
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "relay"
 LEASE_S = 1.0
-RETRY = {"base_s": 0.03, "factor": 2.0, "cap_s": 1.0, "jitter": "full", "attempts_max": 12}
+RETRY = RetryPolicy(base_s=0.03, factor=2.0, cap_s=1.0, attempts_max=12)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +205,17 @@ async def _destination(
     destination = Destination(plan, receiver)
     receiver.on_request = destination.note
     url = await stack.enter_async_context(receiver.serve())
-    endpoint = await endpoints.add(
+    endpoint = await endpoint_changes.add(
         control,
         SCHEMA,
-        name=plan.name,
-        url=url,
+        EndpointSettings(
+            name=plan.name,
+            url=url,
+            types=plan.types,
+            lanes=plan.lanes,
+            retry=RETRY,
+        ),
         actor="demo",
-        types=plan.types,
-        lanes=plan.lanes,
-        retry=RETRY,
     )
     receiver.secrets = (parse_secret(endpoint.secret),)
     return destination

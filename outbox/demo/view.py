@@ -41,7 +41,7 @@ async def look(stage: Stage) -> list[Shown]:
     shown: list[Shown] = []
     for destination in stage.destinations:
         plan = destination.plan
-        _, lanes = await endpoints.get(stage.control, "relay", plan.name)
+        lanes = (await endpoints.get(stage.control, "relay", plan.name)).lanes
         shown += [
             Shown(plan.name, plan.story, lane, destination.per_lane.get(lane.name, 0))
             for lane in lanes

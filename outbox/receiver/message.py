@@ -36,6 +36,8 @@ class Message:
     sequence: int
     previous_sequence: int
     replay_of: tuple[str, int] | None
+    lane_ends: bool
+    """Nothing will follow it in its lane."""
     attempt: int | None
     """Not signed: information only."""
     data: Any
@@ -67,6 +69,7 @@ def parse(headers: Mapping[str, str], body: bytes) -> Message:
         sequence=_take(content, "sequence", int),
         previous_sequence=_take(content, "previous_sequence", int),
         replay_of=_replay_of(content),
+        lane_ends=_take(content, "lane_ends", bool) if "lane_ends" in content else False,
         attempt=_attempt(headers),
         data=content.get("data"),
     )
@@ -80,7 +83,7 @@ def _take(content: Mapping[str, Any], name: str, kind: type) -> Any:
     value = content.get(name)
     # In Python a bool is an int.
     if type(value) is not kind:
-        what = "an integer" if kind is int else "a string"
+        what = {int: "an integer", bool: "true or false"}.get(kind, "a string")
         raise BadMessage(f'the body\'s "{name}" is not {what}')
     return value
 

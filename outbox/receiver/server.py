@@ -254,6 +254,7 @@ class Receiver:
             message.previous_sequence,
             message.delivery_id,
             message.replay_of,
+            lane_ends=message.lane_ends,
         )
         outcome = Outcome.DUPLICATE if message.delivery_id in self._seen else Outcome.ACCEPTED
         self._seen[message.delivery_id] = None

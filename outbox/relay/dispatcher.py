@@ -1,9 +1,9 @@
 """The dispatcher: moves deliveries out of the lanes that this replica owns.
 
 A lane that has something to do is *active*: one task asks it what to do next
-and does it, until it has to wait for rows, for a time, or for news.  All
-reading goes through one reader, so that a thousand lanes that run dry together
-cost a few queries.
+and does it, until it has to wait for rows, for a time, for its turn or for
+news.  What an endpoint's health allows is asked before every request; when
+that changes, all its lanes that owe something are heard again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import structlog
-
-from outbox.core.answer import Verdict, classify, retry_after_s
-from outbox.core.lane import Lane
-from outbox.core.request import Delivery, prepare
+from outbox.core.answer import Verdict, classify, retry_after_s, summary
+from outbox.core.health import State
+from outbox.core.request import prepare
+from outbox.core.statuses import GONE
 from outbox.core.steps import Fetch, Record, Send, Wait
+from outbox.relay import tell
+from outbox.relay.owned import OwnedEndpoint, OwnedLane
+from outbox.relay.reader import Reader
 from outbox.store.records import Fenced
 from outbox.transport.port import Request
 
@@ -27,39 +29,11 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.answer import Answer
-    from outbox.core.request import Prepared
-    from outbox.core.steps import Gone
+    from outbox.core.lane import Lane
     from outbox.relay.recorder import Recorder
-    from outbox.store.lanes import Endpoint, LaneStore, LoadedLane
+    from outbox.store.destinations import Endpoint
+    from outbox.store.lanes import LaneStore, LoadedLane
     from outbox.transport.port import Transport
-
-log = structlog.get_logger("outbox.dispatcher")
-
-ROWS_PER_LANE = 32
-BYTES_PER_LANE = 512 << 10
-LANES_PER_READ = 64
-
-
-class OwnedLane:
-    """A lane in this replica's hands: its state, and how to reach its endpoint."""
-
-    __slots__ = ("endpoint", "epoch", "loaded", "machine", "prepared", "stopped", "task", "timer")
-
-    def __init__(self, loaded: LoadedLane, machine: Lane, endpoint: Endpoint, epoch: int) -> None:
-        self.loaded = loaded
-        self.machine = machine
-        self.endpoint = endpoint
-        self.epoch = epoch
-        self.stopped = False
-        self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None
-        # Body and headers of the head, kept over its attempts.
-        self.prepared: tuple[int, Prepared] | None = None
-
-    def clear_timer(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
 
 
 class Dispatcher:
@@ -71,8 +45,9 @@ class Dispatcher:
         in_flight_max: requests at one time, over all lanes.
         on_quiet: called when a lane that was stopped has nothing in flight
             any more.
+        on_health: called when an endpoint's health changed.
         now: epoch seconds.
-        rng: for the jitter of retries.
+        rng: for the jitter of retries and probes.
     """
 
     def __init__(
@@ -83,21 +58,23 @@ class Dispatcher:
         lease_left_s: Callable[[], float],
         in_flight_max: int,
         on_quiet: Callable[[], None] = lambda: None,
+        on_health: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
-        self._store = store
+        self._reader = Reader(store, self._activate)
         self._recorder = recorder
         self._transport = transport
         self._lease_left_s = lease_left_s
         self._slots = asyncio.Semaphore(in_flight_max)
         self._on_quiet = on_quiet
+        self._on_health = on_health
         self._now = now
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
+        self._owned: dict[UUID, OwnedEndpoint] = {}
         self._lanes: dict[int, OwnedLane] = {}
-        self._of_endpoint: dict[UUID, list[OwnedLane]] = {}
-        self._dry: dict[OwnedLane, Fetch] = {}
-        self._dry_event = asyncio.Event()
+        # Those whose health changed, for whoever looks after that.
+        self._changed: set[UUID] = set()
         # None before it runs, and as soon as it is ending.
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -106,13 +83,22 @@ class Dispatcher:
     def lanes(self) -> Iterator[tuple[Lane, int]]:
         """Every owned lane with its epoch."""
         for lane in self._lanes.values():
-            yield lane.machine, lane.epoch
+            yield lane.machine, lane.home.epoch
 
     def endpoints(self) -> list[Endpoint]:
         """Every owned endpoint."""
-        return [lanes[0].endpoint for lanes in self._of_endpoint.values()]
+        return [owned.endpoint for owned in self._owned.values()]
 
-    def owned(self, lane_ids: Iterable[int]) -> list[int]:
+    def owned(self) -> list[OwnedEndpoint]:
+        """Every owned endpoint with its lanes and health."""
+        return list(self._owned.values())
+
+    def take_changed(self) -> list[OwnedEndpoint]:
+        """The owned endpoints whose health changed since this was last asked."""
+        changed, self._changed = self._changed, set()
+        return self._those(changed)
+
+    def owned_lanes(self, lane_ids: Iterable[int]) -> list[int]:
         """Those of the lanes that this replica owns."""
         return [lane_id for lane_id in lane_ids if lane_id in self._lanes]
 
@@ -123,42 +109,72 @@ class Dispatcher:
         epochs: Mapping[UUID, int],
         sent_through_batch: int,
     ) -> None:
-        """Begin with lanes that were just claimed.
+        """Begin with endpoints that were just claimed, and all their lanes.
 
         Args:
             sent_through_batch: deliveries up to this batch may have been sent
                 by the last owner.
         """
-        for lane in loaded:
-            machine = Lane(lane.id, lane.progress, lane.tail, lane.last_seq, sent_through_batch)
-            owned = OwnedLane(lane, machine, endpoints[lane.endpoint_id], epochs[lane.endpoint_id])
-            self._lanes[lane.id] = owned
-            self._of_endpoint.setdefault(lane.endpoint_id, []).append(owned)
-            if machine.owed:
-                self._activate(owned)
+        for endpoint_id, endpoint in endpoints.items():
+            self._owned[endpoint_id] = OwnedEndpoint(endpoint, epochs[endpoint_id], self._now())
+        self._add_lanes(loaded, sent_through_batch)
 
-    def update(self, endpoints: Iterable[Endpoint]) -> None:
-        """The endpoints' settings were changed; one that was unusable may go on."""
+    def renew_lanes(self, loaded: Iterable[LoadedLane]) -> None:
+        """The number of lanes was changed: all that the endpoints have now."""
+        lanes = list(loaded)
+        self.offer({lane.id: lane.last_seq for lane in lanes})
+        # Nobody else ever had the new ones.
+        self._add_lanes(lanes, sent_through_batch=0)
+
+    def _add_lanes(self, loaded: Iterable[LoadedLane], sent_through_batch: int) -> None:
+        of_endpoint: dict[UUID, list[LoadedLane]] = {}
+        for lane in loaded:
+            of_endpoint.setdefault(lane.endpoint_id, []).append(lane)
+        for endpoint_id, lanes in of_endpoint.items():
+            for owned in self._owned[endpoint_id].add(lanes, sent_through_batch):
+                self._lanes[owned.loaded.id] = owned
+            self._activate_all(self._owned[endpoint_id])
+
+    def update(self, endpoints: Iterable[Endpoint], lifted: set[int]) -> None:
+        """Settings were changed, or an operator let something go on.
+
+        Args:
+            lifted: the lanes that do not wait for an operator any more.
+        """
         for endpoint in endpoints:
-            for lane in self._of_endpoint.get(endpoint.id, ()):
-                lane.endpoint = endpoint
-                if lane.machine.owed:
-                    self._activate(lane)
+            home = self._owned[endpoint.id]
+            before = home.health.state
+            home.change(endpoint, self._now())
+            for lane_id in home.lanes.keys() & lifted:
+                home.lanes[lane_id].machine.unblock()
+                # Also when it owes nothing: newer generations may wait for it.
+                self._activate(home.lanes[lane_id])
+            if home.health.state is not before:
+                tell.health(home, self._now())
+                self._note_health(home)
+            self._activate_all(home)
+            self._attend(home)
 
     def stop(self, endpoint_ids: Iterable[UUID]) -> None:
         """Send nothing more to the endpoints; what is in flight still ends."""
-        for lane in self._lanes_of(endpoint_ids):
-            lane.stopped = True
-            lane.machine.stop()
-            lane.clear_timer()
+        for home in self._those(endpoint_ids):
+            home.stopped = True
+            home.clear_timers()
+            for lane in home.lanes.values():
+                lane.machine.stop()
 
-    def is_quiet(self, endpoint_id: UUID) -> bool:
-        """Whether nothing of a stopped endpoint is in flight any more."""
-        return all(lane.task is None for lane in self._lanes_of([endpoint_id]))
+    def quiet_ones(self, endpoint_ids: Iterable[UUID]) -> list[Endpoint]:
+        """Those of stopped endpoints of which nothing is in flight any more."""
+        return [
+            home.endpoint
+            for home in self._those(endpoint_ids)
+            if all(lane.task is None for lane in home.lanes.values())
+        ]
 
     async def quiet(self, endpoint_ids: Iterable[UUID]) -> None:
         """Wait until nothing of stopped endpoints is in flight any more."""
-        tasks = [lane.task for lane in self._lanes_of(endpoint_ids) if lane.task is not None]
+        homes = self._those(endpoint_ids)
+        tasks = [lane.task for home in homes for lane in home.lanes.values() if lane.task]
         if tasks:
             await asyncio.wait(tasks)
 
@@ -166,21 +182,35 @@ class Dispatcher:
         """Forget endpoints whose lanes are quiet; returns their lanes."""
         dropped: list[Lane] = []
         for endpoint_id in endpoint_ids:
-            for lane in self._of_endpoint.pop(endpoint_id, ()):
+            for lane in self._owned.pop(endpoint_id).lanes.values():
                 del self._lanes[lane.loaded.id]
                 dropped.append(lane.machine)
         return dropped
 
-    def _lanes_of(self, endpoint_ids: Iterable[UUID]) -> list[OwnedLane]:
-        return [lane for e in endpoint_ids for lane in self._of_endpoint.get(e, ())]
+    def cut(self, owned: OwnedEndpoint, through: Mapping[int, int]) -> None:
+        """Give up what lanes of an endpoint owe up to these numbers."""
+        for lane_id, seq in through.items():
+            lane = owned.lanes[lane_id]
+            lane.machine.cut(seq, "backlog")
+            self._activate(lane)
 
     def offer(self, last_seqs: Mapping[int, int]) -> None:
-        """Lanes were given deliveries up to these numbers."""
+        """Lanes were given deliveries up to these numbers.
+
+        A lane that has something in hand is at work, or waits for what will
+        wake it; one that has nothing is woken by what is read for it.
+        """
+        now = self._now()
         for lane_id, last_seq in last_seqs.items():
             lane = self._lanes.get(lane_id)
-            if lane is not None:
-                lane.machine.offered(last_seq)
-                self._activate(lane)
+            if lane is None:
+                continue
+            lane.machine.offered(last_seq, now)
+            if lane.home.endpoint.usable and (fetch := lane.machine.fetch()) is not None:
+                self._reader.want(lane, fetch)
+
+    def _those(self, endpoint_ids: Iterable[UUID]) -> list[OwnedEndpoint]:
+        return [self._owned[each] for each in endpoint_ids if each in self._owned]
 
     # ------------------------------------------------------------- delivering
 
@@ -192,34 +222,62 @@ class Dispatcher:
         """
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for lane in self._lanes.values():
-                    self._activate(lane)
+                for home in self._owned.values():
+                    self._activate_all(home)
                 try:
-                    await self._read()
+                    await self._reader.run()
                 finally:
                     self._tasks = None
         finally:
-            for lane in self._lanes.values():
-                lane.clear_timer()
+            for home in self._owned.values():
+                home.clear_timers()
 
-    def _activate(self, lane: OwnedLane) -> None:
-        may = lane.endpoint.usable and not lane.stopped
-        if may and lane.task is None and self._tasks is not None:
-            lane.clear_timer()
-            lane.task = self._tasks.create_task(self._work(lane))
+    def _activate_all(self, home: OwnedEndpoint) -> None:
+        for lane in home.lanes.values():
+            if lane.machine.owed:
+                self._activate(lane)
+
+    def _activate(self, lane: OwnedLane) -> bool:
+        """Have a task work for the lane; False when it may not."""
+        if lane.task is not None:
+            return True
+        if self._tasks is None or lane.home.stopped or not lane.home.endpoint.usable:
+            return False
+        lane.clear_timer()
+        lane.task = self._tasks.create_task(self._work(lane))
+        return True
+
+    def _attend(self, home: OwnedEndpoint) -> None:
+        """Give lanes their turns, and come back when the next one may be had."""
+        if home.timer is not None:
+            home.timer.cancel()
+            home.timer = None
+        if self._tasks is None or home.stopped:
+            return
+        while woken := home.health.wake(self._now()):
+            for lane_id in woken:
+                if not self._activate(home.lanes[lane_id]):
+                    home.health.passed(lane_id)
+        wake_at = home.health.wake_at()
+        if wake_at is not None:
+            delay_s = max(wake_at - self._now(), 0.0)
+            home.timer = asyncio.get_running_loop().call_later(delay_s, self._attend, home)
 
     async def _work(self, lane: OwnedLane) -> None:
         """Do what the lane says until it has to wait."""
+        home, machine = lane.home, lane.machine
         try:
-            while lane.endpoint.usable:
-                match lane.machine.next(self._now()):
+            while home.endpoint.usable:
+                now = self._now()
+                match machine.next(now, lane.gate(now)):
                     case Send() as send:
+                        home.health.began(lane.loaded.id)
                         await self._send(lane, send)
                     case Record() as record:
-                        await self._recorder.write(lane.machine, lane.epoch, record)
-                        self._tell_given_up(lane, record)
+                        await self._recorder.write(machine, home.epoch, record)
+                        tell.given_up(lane, record)
                     case Fetch() as fetch:
-                        self._want(lane, fetch)
+                        self._reader.want(lane, fetch)
                         return
                     case Wait(until=until):
                         delay_s = max(until - self._now(), 0.0)
@@ -234,124 +292,114 @@ class Dispatcher:
             raise
         finally:
             lane.task = None
-            if lane.stopped:
-                self._on_quiet()
+            self._rest(lane)
+
+    def _rest(self, lane: OwnedLane) -> None:
+        """The lane has nothing to do for now: who may go on instead?"""
+        home = lane.home
+        drained = lane.loaded.ended and lane.machine.drained
+        if drained and home.generations.drained(lane.loaded.id, lane.loaded.generation):
+            self._activate_all(home)
+        if home.health.passed(lane.loaded.id) or home.timer is None:
+            self._attend(home)
+        if home.stopped:
+            self._on_quiet()
 
     async def _send(self, lane: OwnedLane, send: Send) -> None:
         """One attempt, and what follows from its answer."""
-        more = lane.machine.fetch()
+        home, machine = lane.home, lane.machine
+        more = machine.fetch()
         if more is not None:
-            self._want(lane, more)
+            self._reader.want(lane, more)
+        state = home.health.state
         async with self._slots:
             if self._lease_left_s() <= 0:
                 raise Fenced
             started_at = self._now()
+            if home.stopped or home.health.state is not state or home.health.silent(started_at):
+                # It waited for its place, and would not be sent by now.
+                home.health.unsent(lane.loaded.id)
+                machine.unsent()
+                return
             answer = await self._transport.send(self._request(lane, send, started_at))
         now = self._now()
-        verdict = classify(answer, maybe_sent_before=send.maybe_sent_before)
-        record = lane.machine.answered(
+        verdict = self._judge(home, send, answer, now)
+        record = machine.answered(
             verdict,
             answer,
-            lane.endpoint.retry,
+            home.endpoint.retry,
             started_at=started_at,
             now=now,
             u=self._rng.random(),
-            retry_after_s=retry_after_s(answer.headers, now),
+            blocks=home.endpoint.blocks,
         )
         if not record.urgent:
-            self._recorder.add(lane.machine, lane.epoch, record)
+            self._recorder.add(machine, home.epoch, record)
+            if self._recorder.full:
+                await self._recorder.flushed()
             return
-        await self._recorder.write(lane.machine, lane.epoch, record)
+        await self._recorder.write(machine, home.epoch, record)
         if record.dead is None:
-            self._tell_failed(lane, send, verdict, answer, record)
+            tell.failed(lane, send, verdict, answer, record, now)
         else:
-            self._tell_given_up(lane, record)
+            tell.given_up(lane, record)
+
+    def _judge(self, home: OwnedEndpoint, send: Send, answer: Answer, now: float) -> Verdict:
+        """What the answer means, for the delivery and for the endpoint."""
+        endpoint, health = home.endpoint, home.health
+        verdict = classify(
+            answer, maybe_sent_before=send.maybe_sent_before, retryable=endpoint.retryable
+        )
+        before = health.state
+        asked_s = None
+        if verdict is Verdict.DELIVERED:
+            health.answered(verdict, now, 0.0)
+        else:
+            asked_s = retry_after_s(answer.headers, now) if verdict is Verdict.RETRY else None
+            verdict = health.answered(
+                verdict,
+                now,
+                self._rng.random(),
+                gone=answer.status == GONE,
+                retry_after_s=asked_s or 0.0,
+                last_answer=summary(answer),
+            )
+        if health.state is not before:
+            tell.health(home, now)
+            self._note_health(home)
+            # Whoever sleeps until a time of its own may have a turn sooner.
+            self._activate_all(home)
+            self._attend(home)
+        elif health.state is not State.HEALTHY:
+            self._attend(home)
+            if asked_s:
+                self._note_health(home)  # The next owner has to leave it alone, too.
+        return verdict
 
     def _request(self, lane: OwnedLane, send: Send, started_at: float) -> Request:
-        endpoint = lane.endpoint
-        if lane.prepared is None or lane.prepared[0] != send.delivery.seq:
-            lane.prepared = (send.delivery.seq, prepare(send.delivery, send.previous_seq))
-        prepared = lane.prepared[1]
+        endpoint, delivery = lane.home.endpoint, send.delivery
+        known = lane.prepared
+        if known is None or known[0] != delivery.seq or known[1] != send.lane_ends:
+            prepared = prepare(
+                delivery,
+                send.previous_seq,
+                lane_ends=send.lane_ends,
+                endpoint_headers=endpoint.headers,
+            )
+            known = lane.prepared = (delivery.seq, send.lane_ends, prepared)
+        prepared = known[2]
         return Request(
             url=endpoint.url,
-            headers=prepared.attempt(send.attempt, int(started_at), endpoint.secrets),
+            headers=prepared.attempt(
+                send.attempt, int(started_at), endpoint.secrets_at(started_at)
+            ),
             body=prepared.body,
             connect_timeout_s=endpoint.connect_timeout_s,
             total_timeout_s=endpoint.total_timeout_s,
+            method=endpoint.method,
         )
 
-    # ---------------------------------------------------------------- reading
-
-    def _want(self, lane: OwnedLane, fetch: Fetch) -> None:
-        self._dry[lane] = fetch
-        self._dry_event.set()
-
-    async def _read(self) -> None:
-        while True:
-            await self._dry_event.wait()
-            wanted = [(lane, self._dry.pop(lane)) for lane in list(self._dry)[:LANES_PER_READ]]
-            if not self._dry:
-                self._dry_event.clear()
-            rows = await self._store.deliveries(
-                [lane.loaded for lane, _ in wanted],
-                [fetch.floor_batch for _, fetch in wanted],
-                [fetch.after_seq for _, fetch in wanted],
-                ROWS_PER_LANE,
-                BYTES_PER_LANE,
-            )
-            for lane, fetch in wanted:
-                following = _following(fetch.after_seq, rows[lane.loaded.id])
-                lane.machine.fetched(following)
-                if following:
-                    self._activate(lane)
-                elif not lane.stopped:
-                    log.error(
-                        "a lane owes numbers that are not there; run outbox verify",
-                        lane=lane.loaded.name,
-                        after=fetch.after_seq,
-                    )
-
-    # ---------------------------------------------------------------- telling
-
-    def _tell_failed(
-        self, lane: OwnedLane, send: Send, verdict: Verdict, answer: Answer, record: Record
-    ) -> None:
-        progress = record.progress
-        next_at = progress.next_attempt_at if progress is not None else None
-        log.warning(
-            "attempt failed",
-            **self._where(lane, send.delivery.seq),
-            attempt=send.attempt,
-            status=answer.status,
-            failure=answer.failure and answer.failure.value,
-            detail=answer.detail or None,
-            verdict=verdict.name.lower(),
-            retry_in_s=None if next_at is None else round(max(next_at - self._now(), 0.0), 3),
-        )
-
-    def _tell_given_up(self, lane: OwnedLane, record: Record) -> None:
-        dead = record.dead
-        if dead is None:
-            return
-        delivery = dead.delivery
-        log.error(
-            "delivery given up",
-            **self._where(lane, record.seq),
-            reason=dead.reason,
-            attempts=dead.attempts,
-            event_id=str(delivery.event_id) if isinstance(delivery, Delivery) else None,
-        )
-
-    @staticmethod
-    def _where(lane: OwnedLane, seq: int) -> dict[str, Any]:
-        return {"endpoint": lane.endpoint.name, "lane": lane.loaded.name, "sequence": seq}
-
-
-def _following(seq: int, rows: Iterable[Delivery | Gone]) -> list[Delivery | Gone]:
-    """The rows up to the first hole: what lies behind it must not be sent before it."""
-    following: list[Delivery | Gone] = []
-    for row in rows:
-        if row.seq != seq + len(following) + 1:
-            break
-        following.append(row)
-    return following
+    def _note_health(self, home: OwnedEndpoint) -> None:
+        """There is something new about it to be written down."""
+        self._changed.add(home.endpoint.id)
+        self._on_health()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from outbox.relay.dispatcher import Dispatcher
     from outbox.relay.recorder import Recorder
     from outbox.relay.sequencer import Sequenced
-    from outbox.store.lanes import Endpoint, LaneStore
+    from outbox.store.destinations import Endpoint
+    from outbox.store.lanes import LaneStore
     from outbox.store.replicas import ReplicaStore
 
 log = structlog.get_logger("outbox.ownership")
@@ -152,7 +153,7 @@ class Ownership:
         # were offered to nobody.
         self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
         log.info("endpoints claimed", endpoints=len(epochs), lanes=len(loaded))
-        self._leave(e.id for e in endpoints.values() if e.state != "active")
+        self._leave(e.id for e in endpoints.values() if e.ends)
 
     def _leave(self, endpoint_ids: Iterable[UUID]) -> None:
         """Stop endpoints that are not for this replica any more."""
@@ -165,11 +166,7 @@ class Ownership:
 
         Nothing here waits for a receiver: a slow one holds up only itself.
         """
-        quiet = [
-            e
-            for e in self._dispatcher.endpoints()
-            if e.id in self._leaving and self._dispatcher.is_quiet(e.id)
-        ]
+        quiet = self._dispatcher.quiet_ones(self._leaving)
         if not quiet:
             return
         await self._recorder.flushed()
@@ -177,26 +174,41 @@ class Ownership:
         for endpoint in quiet:
             lanes = self._dispatcher.drop([endpoint.id])
             self._leaving.discard(endpoint.id)
-            if endpoint.state == "removing":
-                await self._recorder.finish_removal(
+            if endpoint.ends:
+                await self._recorder.finish(
                     endpoint.id, [(lane.id, lane.acked_seq) for lane in lanes]
                 )
-            if endpoint.state != "active":
-                log.info("endpoint removed", endpoint=endpoint.name)
-        moved = [e.id for e in quiet if e.state == "active"]
-        if moved:
-            await self._replicas.release(self._me, moved, self._actor, "moved to another replica")
-            await self._tell_others()
-            log.info("endpoints handed over", endpoints=len(moved))
+                log.info("endpoint ended", endpoint=endpoint.name, was=endpoint.state)
+        why = "moved to another replica, or ended"
+        await self._replicas.release(self._me, [e.id for e in quiet], self._actor, why)
+        await self._tell_others()
+        log.info("endpoints let go", endpoints=len(quiet))
 
     async def _notice_changes(self) -> None:
         version = await self._lanes.version()
         if version == self._version:
             return
         self._version = version
-        endpoints = await self._endpoints([e.id for e in self._dispatcher.endpoints()])
-        self._dispatcher.update(endpoints)
-        self._leave(e.id for e in endpoints if e.state != "active")
+        owned = {e.id: e for e in self._dispatcher.endpoints()}
+        endpoints = await self._endpoints(owned)
+        # Read after the change was committed: the counters of lanes that ended
+        # are final, and what is sequenced from now on is news.
+        renewed = [e.id for e in endpoints if e.generation != owned[e.id].generation]
+        if renewed:
+            loaded = await self._lanes.lanes(renewed)
+            self._dispatcher.renew_lanes(loaded)
+            # Batches of our own that were committed meanwhile were offered to nobody.
+            self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
+            log.info("lanes changed", endpoints=len(renewed), lanes=len(loaded))
+        blocked = [lane for lane, _ in self._dispatcher.lanes() if lane.blocked]
+        if any(lane.in_flight for lane in blocked):
+            # Its block is just being written, and could be missed in the table
+            # as well as taken for lifted: the next look tells.
+            self._version = 0
+        written = {lane.id for lane in blocked if not lane.in_flight}
+        lifted = written - await self._lanes.blocked(written) if written else set()
+        self._dispatcher.update(endpoints, lifted)
+        self._leave(e.id for e in endpoints if e.ends)
 
     async def _endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
         """The endpoints as they are set up now; says which ones cannot be used."""
@@ -214,7 +226,7 @@ class Ownership:
         """Tell the dispatcher of batches that other replicas sequenced."""
         while news := await self._lanes.news(self._known_batch):
             lanes = {lane for batch, batch_lanes in news for lane in batch_lanes}
-            mine = self._dispatcher.owned(lanes)
+            mine = self._dispatcher.owned_lanes(lanes)
             if mine:
                 self._dispatcher.offer(await self._lanes.counters(mine))
             self._known_batch = max(self._known_batch, news[-1][0])

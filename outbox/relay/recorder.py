@@ -13,6 +13,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from outbox.core.request import Delivery
+from outbox.core.steps import DeadLetter
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ GROUP_MAX = 5_000
 """Records in one statement; more wait for the next."""
 GROUP_BYTES_MAX = 32 << 20
 """Dead letters' payloads in one statement, apart from the last one's."""
+
+
+PENDING_MAX = 4 * GROUP_MAX
+"""With more than these waiting, lanes wait too: what is not on disk is sent again
+after a crash, and is held in memory until then."""
 
 
 class Entry:
@@ -76,6 +82,11 @@ class Recorder:
         self._newest: Entry | None = None
         self._writing = asyncio.Lock()
         self._checkpointed: dict[int, int] = {}
+
+    @property
+    def full(self) -> bool:
+        """Whether whoever adds something should wait until it is on disk."""
+        return len(self._pending) > PENDING_MAX
 
     def add(self, lane: Lane, epoch: int, record: Record) -> None:
         """Take a success; it is durable some time soon."""
@@ -158,20 +169,20 @@ class Recorder:
         for entry in self._pending[:GROUP_MAX]:
             size += 1
             dead = entry.record.dead
-            if dead is not None and isinstance(dead.delivery, Delivery):
+            if isinstance(dead, DeadLetter) and isinstance(dead.delivery, Delivery):
                 payload_bytes += len(dead.delivery.payload)
             if payload_bytes > GROUP_BYTES_MAX:
                 break
         return size
 
-    async def finish_removal(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
-        """Give up what the (lane, acked number) pairs of a removed endpoint owe.
+    async def finish(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
+        """Give up what the (lane, acked number) pairs of an endpoint that ends still owe.
 
         Raises:
             Fenced: this replica is no longer the owner.
         """
         async with self._writing:
-            await self._store.finish_removal(endpoint_id, lanes)
+            await self._store.finish(endpoint_id, lanes)
 
     async def checkpoint(self) -> None:
         """Write down how far every lane is that moved since the last time.

@@ -78,6 +78,10 @@ class Relay:
             try:
                 await session.run(self._stop)
             except Exception as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # A task group prefers its tasks' errors to its own cancellation.
+                    raise asyncio.CancelledError from error
                 reason = _why_survivable(error, registered=session.replica_id is not None)
             else:
                 break

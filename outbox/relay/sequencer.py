@@ -6,12 +6,17 @@ stay in this order: set the flag, look at the producers in flight, read once
 more, wait.  A producer that begins after the flag is set notifies; one that
 was in flight is in the look, and is watched until it ends.  Behind it all the
 sleeper looks each `poll_s`.
+
+The flag stays set over the batches of a trickle: being woken is quicker than
+looking, and so few notifications cost the producers nothing.  Only when events
+come thick and fast does it say "awake", and nobody notifies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -27,14 +32,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.core.sequencing import Sighting
+    from outbox.core.sequencing import Refused, Sighting
     from outbox.relay.bell import Bell
 
 log = structlog.get_logger("outbox.sequencer")
 
-LINGER_S = 0.03
-"""How long a sequencer without work goes on looking before it sleeps."""
-LINGER_STEP_S = 0.002
+BUSY_S = 0.05
+"""Busy is who sequenced `busy_events` in the last so many seconds: it does not sleep."""
+LINGER_STEP_S = 0.001
+"""Between two looks of a busy sequencer that finds nothing."""
+CROWDED_EVENTS, REST_MAX_S = 10, 0.02
+"""After a batch of so many events it rests for as long as that took, but no longer
+than this.  What a batch costs hardly depends on its events, so fewer and larger
+ones leave a crowd of producers their part of the machine."""
 ASLEEP_S = 60
 """How far ahead the flag says "may be asleep"; renewed at half of it."""
 WATCH_MIN_S, WATCH_MAX_S = 0.002, 0.05
@@ -79,6 +89,7 @@ class Sequencer:
     """
 
     tracker_type: type[GapTracker] = GapTracker
+    busy_events = 8
 
     def __init__(
         self,
@@ -105,6 +116,13 @@ class Sequencer:
         self._asleep_until = 0.0
         self._watched: Holders = frozenset()
         self._replays_left = False
+        # Filters that failed, and are not asked again until something changes.
+        self._unfit: set[str] = set()
+        # When the newest events were sequenced.
+        self._sequenced_at: deque[float] = deque(maxlen=self.busy_events)
+        # How many events the last batch had, and whether it left some to read.
+        self._events = 0
+        self._cut = False
         self._stopping = False
 
     # ------------------------------------------------------------- the loop
@@ -112,28 +130,36 @@ class Sequencer:
     async def run(self) -> None:
         """Sequence until stopped; asyncpg's errors end it."""
         clock = asyncio.get_running_loop().time
-        moved_at = clock()
         checked = False
+        due = True
         while not self._stopping:
             try:
                 if not checked:
                     await self._store.check()
                     checked = True
-                turn = await self.turn()
-                rested = clock() - moved_at > LINGER_S
-                if turn is Turn.IDLE and self._notified and rested and not self._asleep_until:
+                began_at = clock()
+                if due or await self._something_new():
+                    turn = await self.turn()
+                else:
+                    turn = Turn.IDLE
+                restless = not self._notified or self._asleep_until or self._busy()
+                if turn is Turn.IDLE and not restless:
                     turn = await self._fall_asleep()
             except CursorBroken as broken:
                 checked = False
                 log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
                 await self._pause(BROKEN_RETRY_S)
                 continue
+            due = True
             if turn is Turn.MOVED:
-                moved_at = clock()
+                if self._notified and not self._cut:
+                    crowded = self._events >= CROWDED_EVENTS
+                    rest_s = min(clock() - began_at, REST_MAX_S) if crowded else LINGER_STEP_S
+                    due = await self._bell.wait(rest_s)
             elif turn is Turn.NOT_MINE or self._asleep_until:
                 await self._sleep()
             elif self._notified:
-                await self._bell.wait(LINGER_STEP_S)
+                due = await self._bell.wait(LINGER_STEP_S)
             else:
                 await self._bell.wait(self._settings.poll_s)
 
@@ -148,6 +174,24 @@ class Sequencer:
         until = clock() + seconds
         while not self._stopping and (left_s := until - clock()) > 0:
             await self._bell.wait(left_s)
+
+    def _busy(self) -> bool:
+        """Whether events come so fast that being woken for each is no use."""
+        newest = self._sequenced_at
+        now = asyncio.get_running_loop().time()
+        return len(newest) == newest.maxlen and now - newest[0] < BUSY_S
+
+    async def _something_new(self) -> bool:
+        """Whether a turn may find something.
+
+        Only to be asked between turns that follow one another: saying no too
+        often delays what is there until the next whole turn, which falling
+        asleep is, and so are a ring and a sleeper's look.
+        """
+        state = self._state
+        if state is None or state.young or state.old or self._replays_left:
+            return True
+        return await self._store.last_id() != state.high
 
     async def _fall_asleep(self) -> Turn:
         """Set the flag, look at who is in flight, read once more."""
@@ -240,7 +284,8 @@ class Sequencer:
         store, tracker = self._store, self._tracker
         changed = self._router is None
         if self._router is None:
-            self._router = Router(await store.routes())
+            self._router = Router(await store.routing.routes())
+            self._unfit.clear()
         before = await store.holders() if watch or state.young or state.old else frozenset()
         if watch:
             self._watched = before
@@ -253,16 +298,22 @@ class Sequencer:
             if not tracker.left_out or tracker.complete(await store.running()):
                 break
         fits = self._router.cut(events, self._settings.batch_deliveries_max)
-        cut = len(events) == limit or fits < len(events)
+        self._cut = cut = len(events) == limit or fits < len(events)
         events = events[:fits]
         step = tracker.close([e.id for e in events], cut, after.holders, clock())
-        replays = await store.replays(REPLAYS_MAX) if changed or self._replays_left else []
-        self._replays_left = len(replays) == REPLAYS_MAX
-        if events and after.wakeup != AWAKE:
+        asked = changed or self._replays_left
+        helpings = await store.routing.replays(REPLAYS_MAX) if asked else []
+        replays = [replay for helping in helpings for replay in helping.replays]
+        missing = sum(helping.missing for helping in helpings)
+        self._replays_left = len(replays) + missing == REPLAYS_MAX
+        self._events = len(events)
+        self._sequenced_at.extend([clock()] * min(len(events), self.busy_events))
+        wake_up = bool(events) and (self._busy() or not self._notified)
+        if wake_up and after.wakeup != AWAKE:
             await store.set_wakeup(AWAKE)
-        if events or after.wakeup == AWAKE:
+        if wake_up or after.wakeup == AWAKE:
             self._asleep_until = 0.0
-        if not step.moved and not replays:
+        if not step.moved and not helpings:
             if lock.writer != self._me and (state.young or state.old):
                 # What was captured is only worth remembering under our name.
                 await store.sign(self._me)
@@ -270,17 +321,20 @@ class Sequencer:
             if lock.writer == self._me:
                 tracker.committed(step)
             return None
-        lanes = self._router.lanes_of(events) | {r.lane_id for r in replays}
+        batch = state.batch + 1
+        refused = await self._ask_filters(self._router, events, batch)
+        lanes = self._router.lanes_of(events, refused) | {r.lane_id for r in replays}
         unknown = lanes - self._counters.keys()
         if unknown:
             self._counters |= await store.counters(unknown)
-        deliveries = number(self._router, events, replays, self._counters)
-        batch = state.batch + 1
+        deliveries = number(self._router, events, replays, self._counters, refused)
         await store.write(batch, step, len(events), deliveries, self._me)
+        if helpings:
+            await store.routing.advance(helpings)
+        if missing:
+            log.error("numbers to be sent again are not there; run outbox verify", numbers=missing)
         if lock.writer != self._me:
             await store.sign(self._me)
-        if deliveries:
-            await store.wake_owners()
         old = state.old
         if step.old_opened or step.old_closed:
             old = tuple({*old, *step.old_opened} - {*step.old_closed})
@@ -289,6 +343,21 @@ class Sequencer:
             step,
             Sequenced(batch, len(events), deliveries),
         )
+
+    async def _ask_filters(self, router: Router, events: list[Sighting], batch: int) -> Refused:
+        """By filter, the events that do not meet it; one that fails counts as met."""
+        questions = router.questions(events)
+        for unfit in self._unfit & questions.keys():
+            del questions[unfit]
+        if not questions:
+            return {}
+        refused, failed = await self._store.filters.refused(questions)
+        if failed:
+            self._unfit |= failed.keys()
+            await self._store.filters.tell(failed, batch, f"replica {self._me}")
+            for text, why in failed.items():
+                log.error("a filter counts as met from now on", filter=text, reason=why)
+        return refused
 
     def _done(self, written: _Written) -> None:
         """The batch is durable: what it knows may be remembered and told."""

@@ -8,6 +8,7 @@ half-alive replica.
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,14 @@ import structlog
 
 from outbox.core.ownership import Lease
 from outbox.relay.bell import Bell
+from outbox.relay.care import Caretaker
 from outbox.relay.dispatcher import Dispatcher
 from outbox.relay.listener import Listener
 from outbox.relay.maintenance import maintain
 from outbox.relay.ownership import Ownership, keep_lease
 from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
+from outbox.store.care import CareStore
 from outbox.store.connect import connect
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
@@ -28,7 +31,7 @@ from outbox.store.migrate import require_current
 from outbox.store.notify import WAKE_ALL
 from outbox.store.partitions import PartitionStore
 from outbox.store.records import RecordStore
-from outbox.store.replicas import ReplicaStore, application_name
+from outbox.store.replicas import ReplicaStore, application_name, listener_name
 
 if TYPE_CHECKING:
     from asyncpg import Connection
@@ -52,6 +55,11 @@ SESSION_SETTINGS = {
     "statement_timeout": "0",
     "lock_timeout": "0",
     "idle_session_timeout": "0",
+    # Everything large has its index.  A partition whose statistics are from its
+    # first rows is otherwise read from end to end, once for every lane; and a lane
+    # that owes more than most is read and sorted from end to end, in each helping.
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
 }
 """Whatever the role's or the database's defaults are."""
 
@@ -107,14 +115,14 @@ class Session:
             self.replica_id = me
             lease.renewed(started_at)
             own_name = application_name(me)
-            connections = [await self._connect(stack, own_name) for _ in range(5)]
-            for_renewal, for_cursor, for_reader, for_records, for_upkeep = connections
+            connections = [await self._connect(stack, own_name) for _ in range(6)]
+            for_renewal, for_cursor, for_reader, for_records, for_care, for_upkeep = connections
             await replicas.set_pids(
-                me, [c.get_server_pid() for c in (for_cursor, for_reader, for_records)]
+                me, [c.get_server_pid() for c in (for_cursor, for_reader, for_records, for_care)]
             )
             log.info("replica registered", replica=me, lease_s=settings.lease_s)
 
-            events, owners = Bell(), Bell()
+            events, owners, health = Bell(), Bell(), Bell()
             recorder = Recorder(
                 RecordStore(for_records, me),
                 settings.ack_group_ms / 1000,
@@ -128,6 +136,7 @@ class Session:
                 lease_left_s,
                 settings.in_flight_max,
                 on_quiet=owners.ring,
+                on_health=health.ring,
             )
             ownership = Ownership(
                 replicas,
@@ -147,17 +156,21 @@ class Session:
                 ownership.sequenced,
                 notified=self._listening,
             )
+            care = Caretaker(
+                CareStore(for_care, settings.schema_name, me), dispatcher, health, time.time
+            )
             async with asyncio.TaskGroup() as tasks:
                 cut = tasks.create_task(_cut_at_the_end(control, *connections))
                 delivering = tasks.create_task(dispatcher.run())
                 background = [
                     tasks.create_task(keep_lease(ReplicaStore(for_renewal), me, lease)),
                     tasks.create_task(recorder.run()),
+                    tasks.create_task(care.run()),
                     tasks.create_task(maintain(PartitionStore(for_upkeep))),
                 ]
                 if self._listening:
                     listener = Listener(
-                        self._open_listener,
+                        lambda: self._open_listener(me),
                         settings.schema_name,
                         events,
                         owners,
@@ -210,11 +223,14 @@ class Session:
         stack.callback(connection.terminate)
         return connection
 
-    async def _open_listener(self) -> Connection[Any]:
+    async def _open_listener(self, replica_id: int) -> Connection[Any]:
+        name = listener_name(replica_id)
         return await connect(
             self._dsn,
             schema=self._settings.schema_name,
-            application_name="outbox-relay:listen",
+            application_name=name,
+            # Not the DSN's: `outbox doctor` looks for it by this name.
+            server_settings={"application_name": name},
         )
 
 

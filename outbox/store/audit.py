@@ -25,6 +25,17 @@ _MATCHES = r"""(
     AND (s.all_tenants OR s.tenant IS NOT DISTINCT FROM o.tenant))
 """
 
+_MEETS = "(s.filter IS NULL OR meets(o.payload, s.filter))"
+
+# A filter that could not be evaluated counts as met, and the journal says so.
+# It is looked at last, and only for what does not meet its filter.
+_MAY_MEET = f"""
+    ({_MEETS} IS NOT FALSE OR EXISTS (
+        SELECT FROM journal j
+         WHERE j.kind = 'filter_given_up' AND j.data ->> 'filter' = s.filter
+           AND (j.data ->> 'from_batch')::bigint <= d.batch))
+"""
+
 # In which batch every committed event was sequenced: as a late one, or when
 # the cursor passed it.  Ids in open gaps are not sequenced yet.
 # width_bucket finds the batch by binary search; a join would be quadratic.
@@ -87,7 +98,7 @@ CHECKS: tuple[Check, ...] = (
           FROM sequenced q
           JOIN outbox o ON o.id = q.id
           JOIN subscription s ON s.from_batch <= q.batch
-           AND (s.to_batch IS NULL OR q.batch < s.to_batch) AND {_MATCHES}
+           AND (s.to_batch IS NULL OR q.batch < s.to_batch) AND {_MATCHES} AND {_MEETS}
           JOIN endpoint e ON e.id = s.endpoint_id
           LEFT JOIN (delivery d JOIN lane l ON l.id = d.lane_id)
             ON d.outbox_id = q.id AND d.batch = q.batch AND l.endpoint_id = e.id
@@ -107,7 +118,8 @@ CHECKS: tuple[Check, ...] = (
            AND NOT coalesce(EXISTS (
                  SELECT FROM subscription s
                   WHERE s.endpoint_id = l.endpoint_id AND s.from_batch <= d.batch
-                    AND (s.to_batch IS NULL OR d.batch < s.to_batch) AND {_MATCHES}), false)
+                    AND (s.to_batch IS NULL OR d.batch < s.to_batch) AND {_MATCHES}
+                    AND {_MAY_MEET}), false)
         """,  # noqa: S608 (constants only)
     ),
     Check(
@@ -119,6 +131,33 @@ CHECKS: tuple[Check, ...] = (
           FROM delivery d JOIN lane l ON l.id = d.lane_id
          WHERE d.replay_id IS NULL
          GROUP BY d.outbox_id, l.endpoint_id HAVING count(*) > 1
+        """,
+    ),
+    Check(
+        "replayed",
+        "every number sent again has one new delivery, of the same event, in order",
+        """
+        SELECT format('replay %s: %s deliveries of %s numbers from %s on', r.id, count(d.seq),
+                      r.next_seq - x.seq, x.seq)
+          FROM replay r
+          JOIN dead_letter x ON x.id = r.dead_id
+          LEFT JOIN delivery d ON d.replay_id = r.id
+         GROUP BY r.id, x.id
+        HAVING count(d.seq) <> r.next_seq - x.seq
+            OR count(DISTINCT d.replay_seq) <> r.next_seq - x.seq
+            OR min(d.replay_seq) < x.seq OR max(d.replay_seq) >= r.next_seq
+        UNION ALL
+        SELECT format('lane %s number %s stands for number %s of lane %s', d.lane_id, d.seq,
+                      d.replay_seq, x.lane_id)
+          FROM (SELECT *, lag(replay_seq) OVER (
+                       PARTITION BY replay_id, lane_id ORDER BY seq) AS replay_seq_before
+                  FROM delivery WHERE replay_id IS NOT NULL) d
+          JOIN lane l ON l.id = d.lane_id
+          LEFT JOIN (replay r JOIN dead_letter x ON x.id = r.dead_id) ON r.id = d.replay_id
+          LEFT JOIN delivery was ON was.lane_id = x.lane_id AND was.seq = d.replay_seq
+         WHERE x.endpoint_id IS DISTINCT FROM l.endpoint_id
+            OR d.replay_seq <= d.replay_seq_before
+            OR coalesce(x.outbox_id, was.outbox_id) IS DISTINCT FROM d.outbox_id
         """,
     ),
     Check(
@@ -194,9 +233,16 @@ CHECKS: tuple[Check, ...] = (
           FROM endpoint e
           LEFT JOIN LATERAL (
                SELECT kind FROM journal j
-                WHERE j.endpoint_id = e.id AND j.kind IN ('endpoint_added', 'endpoint_removed')
+                WHERE j.endpoint_id = e.id AND j.kind IN (
+                      'endpoint_added', 'endpoint_paused', 'endpoint_resumed', 'endpoint_enabled',
+                      'endpoint_disabling', 'endpoint_disabled', 'endpoint_removing',
+                      'endpoint_removed')
                 ORDER BY j.id DESC LIMIT 1) j ON true
-         WHERE (e.state = 'removed') <> (coalesce(j.kind, '') = 'endpoint_removed')
+         WHERE NOT CASE j.kind
+               WHEN 'endpoint_added' THEN e.state = 'active'
+               WHEN 'endpoint_resumed' THEN e.state = 'active'
+               WHEN 'endpoint_enabled' THEN e.state IN ('active', 'paused')
+               ELSE 'endpoint_' || e.state = coalesce(j.kind, '') END
         """,
     ),
 )

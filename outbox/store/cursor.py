@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncpg import Range as PgRange
 
 from outbox.core.gaps import CursorState, Holders, Range, Step
-from outbox.core.sequencing import Deliveries, Replay, Route, Sighting
+from outbox.core.sequencing import Sighting
 from outbox.errors import CursorBroken, SchemaMissing
+from outbox.store.filters import FilterStore
 from outbox.store.notify import WAKE_OWNERS
+from outbox.store.routing import RoutingStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
     from asyncpg import Connection
     from asyncpg.transaction import Transaction
+
+    from outbox.core.sequencing import Deliveries
 
 AWAKE = 1
 """The wake-up flag's value while the relay reads without being asked."""
@@ -47,7 +51,7 @@ READ_OLD_GAPS = "SELECT lo, hi FROM gap"
 
 # Who may still insert an id that was already allocated.  The lock is taken
 # before the allocation and belongs to the top transaction until its end.
-READ_HOLDERS = """
+HOLDERS = """
 SELECT virtualtransaction FROM pg_locks
  WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND relation = $1
    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -87,57 +91,35 @@ SELECT id, tenant, type,
  ORDER BY id LIMIT $4
 """
 
-# The sequence is read after the events, so that none of them can be above it.
-READ_SEQUENCE = """
+# Read after the events, so that none of them can be above the sequence.
+LOOK = f"""
 SELECT coalesce(pg_sequence_last_value($1::oid::regclass), 0) AS last_id,
-       pg_sequence_last_value('wakeup'::regclass) AS wakeup
+       pg_sequence_last_value('wakeup'::regclass) AS wakeup,
+       array({HOLDERS}) AS holders
 """
 
-READ_ROUTES = """
-SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
-       array_agg(l.id ORDER BY l.slot) AS lane_ids
-  FROM subscription s
-  JOIN endpoint e ON e.id = s.endpoint_id AND e.state = 'active'
-  JOIN lane l ON l.endpoint_id = e.id AND l.generation = e.generation
- WHERE s.to_batch IS NULL
- GROUP BY s.endpoint_id, s.from_batch
-"""
+# Costs a tenth of a batch that finds nothing.
+READ_LAST_ID = "SELECT coalesce(pg_sequence_last_value($1::oid::regclass), 0)"
 
 READ_COUNTERS = "SELECT lane_id, last_seq FROM lane_counter WHERE lane_id = ANY ($1)"
 
-# A replay goes to the end of the lane that its key has today.
-READ_REPLAYS = """
-SELECT r.id, l.id AS lane_id, d.outbox_id
-  FROM replay r
-  JOIN dead_letter d ON d.id = r.dead_id
-  JOIN endpoint e ON e.id = d.endpoint_id AND e.state = 'active'
-  JOIN lane l ON l.endpoint_id = e.id AND l.generation = e.generation
-   AND l.slot = (CASE WHEN d.key IS NULL THEN d.outbox_id
-                      ELSE hashtextextended(d.key, 0) & 9223372036854775807 END) % e.lanes
- WHERE r.batch IS NULL
- ORDER BY r.id LIMIT $1
-"""
-
-# The whole batch: its row, the deliveries, and the counters they came from.
-WRITE_BATCH = """
+# The whole batch: its row, the deliveries, and the counters they came from.  The
+# owners of the lanes hear of it when it commits.
+WRITE_BATCH = f"""
 WITH row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer)
     VALUES ($1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12)),
 counted AS (
     UPDATE lane_counter c SET last_seq = n.last_seq
       FROM unnest($7::bigint[], $8::bigint[]) AS n(lane_id, last_seq)
-     WHERE c.lane_id = n.lane_id)
-INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id)
-SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id
-  FROM unnest($9::bigint[], $10::bigint[], $11::bigint[], $13::bigint[])
-       AS d(lane_id, seq, outbox_id, replay_id)
-"""
-
-WRITE_REPLAYS = """
-UPDATE replay r SET batch = $1, lane_id = d.lane_id, seq = d.seq
-  FROM unnest($2::bigint[], $3::bigint[], $4::bigint[]) AS d(id, lane_id, seq)
- WHERE r.id = d.id
-"""
+     WHERE c.lane_id = n.lane_id),
+given AS (
+    INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id, replay_seq)
+    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq
+      FROM unnest($9::bigint[], $10::bigint[], $11::bigint[], $13::bigint[], $14::bigint[])
+           AS d(lane_id, seq, outbox_id, replay_id, replay_seq))
+{WAKE_OWNERS} WHERE cardinality($9::bigint[]) > 0
+"""  # noqa: S608 (constants only)
 
 CLOSE_OLD_GAPS = "DELETE FROM gap WHERE lo = ANY ($1)"
 OPEN_OLD_GAPS = "INSERT INTO gap (lo, hi) SELECT * FROM unnest($1::bigint[], $2::bigint[])"
@@ -177,6 +159,8 @@ class CursorStore:
     def __init__(self, connection: Connection[Any]) -> None:
         self._db = connection
         self._sequence_oid: int | None = None
+        self.routing = RoutingStore(connection)
+        self.filters = FilterStore(connection)
 
     async def check(self) -> None:
         """Hold the sequence to what the cursor relies on.
@@ -223,7 +207,7 @@ class CursorStore:
 
     async def holders(self) -> Holders:
         """Everyone who may still insert an id allocated by now."""
-        rows = await self._db.fetch(READ_HOLDERS, self._sequence_oid)
+        rows = await self._db.fetch(HOLDERS, self._sequence_oid)
         return frozenset(r["virtualtransaction"] for r in rows)
 
     async def read(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
@@ -235,41 +219,31 @@ class CursorStore:
 
     async def look(self) -> Look:
         """The sequence, the wake-up flag and the holders after a read."""
-        row = await self._db.fetchrow(READ_SEQUENCE, self._sequence_oid)
-        return Look(row["last_id"], row["wakeup"], await self.holders())
+        row = await self._db.fetchrow(LOOK, self._sequence_oid)
+        return Look(row["last_id"], row["wakeup"], frozenset(row["holders"]))
+
+    async def last_id(self) -> int:
+        """The last id that was given to anybody, committed or not."""
+        last_id: int = await self._db.fetchval(READ_LAST_ID, self._sequence_oid)
+        return last_id
 
     async def running(self) -> Holders:
         """Everyone whose rows no read before this one can have seen."""
         rows = await self._db.fetch(READ_RUNNING)
         return frozenset(r["virtualtransaction"] for r in rows)
 
-    async def routes(self) -> list[Route]:
-        """Every current subscription with its lanes."""
-        return [
-            Route(
-                r["endpoint_id"],
-                tuple(r["types"]),
-                r["tenant"],
-                r["all_tenants"],
-                tuple(r["lane_ids"]),
-            )
-            for r in await self._db.fetch(READ_ROUTES)
-        ]
-
     async def counters(self, lane_ids: Collection[int]) -> dict[int, int]:
         """The last number of each lane."""
         rows = await self._db.fetch(READ_COUNTERS, list(lane_ids))
         return {r["lane_id"]: r["last_seq"] for r in rows}
 
-    async def replays(self, limit: int) -> list[Replay]:
-        """Requests to send something again, oldest first."""
-        rows = await self._db.fetch(READ_REPLAYS, limit)
-        return [Replay(r["id"], r["lane_id"], r["outbox_id"]) for r in rows]
-
     async def write(
         self, batch: int, step: Step, events: int, deliveries: Deliveries, writer: int
     ) -> None:
-        """Write one batch: its row, its deliveries, counters, gaps and replays."""
+        """Write one batch: its row, its deliveries, counters and gaps.
+
+        When it commits, other replicas are told that their lanes have something.
+        """
         await self._db.execute(
             WRITE_BATCH,
             batch,
@@ -285,6 +259,7 @@ class CursorStore:
             deliveries.outbox_ids,
             writer,
             deliveries.replay_ids,
+            deliveries.replay_seqs,
         )
         if step.old_closed:
             await self._db.execute(CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed])
@@ -294,15 +269,6 @@ class CursorStore:
                 [lo for lo, _ in step.old_opened],
                 [hi for _, hi in step.old_opened],
             )
-        replayed = [
-            (replay_id, lane_id, seq)
-            for replay_id, lane_id, seq in zip(
-                deliveries.replay_ids, deliveries.lane_ids, deliveries.seqs, strict=True
-            )
-            if replay_id is not None
-        ]
-        if replayed:
-            await self._db.execute(WRITE_REPLAYS, batch, *map(list, zip(*replayed, strict=True)))
 
     async def sign(self, writer: int) -> None:
         """Put the writer's name on the cursor row."""
@@ -317,10 +283,6 @@ class CursorStore:
         until: int = await self._db.fetchval(SLEEP_UNTIL, for_s)
         await self.set_wakeup(until)
         return until
-
-    async def wake_owners(self) -> None:
-        """Tell other replicas that there is something in their lanes."""
-        await self._db.execute(WAKE_OWNERS)
 
 
 def _multirange(ranges: Iterable[Range]) -> list[PgRange]:

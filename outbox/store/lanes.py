@@ -9,48 +9,50 @@ import orjson
 
 from outbox.core.identity import lane_name
 from outbox.core.request import Delivery
-from outbox.core.retry import STANDARD, RetryPolicy
-from outbox.core.signature import parse_secret
 from outbox.core.steps import Gone, Progress
-from outbox.errors import UsageError
+from outbox.store import destinations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
 
-TIMEOUT_S_MAX = 3600.0
-
-READ_ENDPOINTS = """
-SELECT e.id, e.name, e.url, e.state, e.retry, e.connect_timeout_s, e.total_timeout_s,
-       array(SELECT s.secret FROM endpoint_secret s
-              WHERE s.endpoint_id = e.id
-                AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
-              ORDER BY s.id DESC) AS secrets
-  FROM endpoint e WHERE e.id = ANY ($1)
-"""
+    from outbox.store.destinations import Endpoint
 
 READ_LAST_BATCH = "SELECT max(batch) FROM batch"
 
-# Checkpoint and counter of every lane that still owes something or may.
+# Checkpoint and counter of every lane that still owes something or may, or holds
+# newer ones until an operator decides, and when the first delivery that it owes
+# was given its number.
 READ_LANES = """
-SELECT l.id, l.endpoint_id, l.generation, l.slot, c.last_seq,
-       p.acked_seq, p.delivered_seq, p.floor_batch, p.head_seq, p.attempts,
-       p.first_attempt_at, p.next_attempt_at, p.last_answer
-  FROM lane l
+SELECT l.id, l.endpoint_id, l.generation, l.slot, l.generation < e.generation AS ended,
+       c.last_seq, p.acked_seq, p.delivered_seq, p.floor_batch, p.head_seq, p.attempts, p.spent,
+       p.first_attempt_at, p.next_attempt_at, p.last_answer, p.success_at,
+       b.lane_id IS NOT NULL AS blocked,
+       CASE WHEN c.last_seq > p.acked_seq THEN (
+           SELECT batch.at
+             FROM (SELECT d.batch FROM delivery d
+                    WHERE d.lane_id = l.id AND d.batch >= p.floor_batch AND d.seq > p.acked_seq
+                    ORDER BY d.batch, d.seq LIMIT 1) head
+             JOIN batch USING (batch)) END AS owed_since
+  FROM endpoint e
+  JOIN lane l ON l.endpoint_id = e.id
   JOIN lane_progress p ON p.lane_id = l.id
   JOIN lane_counter c ON c.lane_id = l.id
- WHERE l.endpoint_id = ANY ($1)
+  LEFT JOIN lane_block b ON b.lane_id = l.id
+ WHERE e.id = ANY ($1)
+   AND (l.generation = e.generation OR c.last_seq > p.acked_seq OR b.lane_id IS NOT NULL)
 """
 
 # What was acknowledged after the checkpoint.  OFFSET 0 keeps it a look into each
 # lane's own partitions: as a join it would be hashed against the whole log.
 READ_TAIL = """
-SELECT lane.id, a.seq, a.batch
+SELECT lane.id, a.seq, a.batch, a.started_at
   FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS lane(id, floor_batch, acked_seq)
  CROSS JOIN LATERAL (
-       SELECT seq, batch FROM attempt
+       SELECT seq, batch, started_at FROM attempt
         WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.acked_seq
           AND outcome = 'delivered' OFFSET 0) a
 """
@@ -83,7 +85,7 @@ SELECT lane_id, batch, seq, outbox_id, event_id, tenant, type, key, payload::tex
           FROM unnest($1::bigint[], $2::bigint[], $3::bigint[])
                AS lane(id, floor_batch, after_seq)
          CROSS JOIN LATERAL (
-               SELECT batch, seq, outbox_id, replay_id FROM delivery
+               SELECT batch, seq, outbox_id, replay_id, replay_seq FROM delivery
                 WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.after_seq
                 ORDER BY batch, seq LIMIT $4) d
           LEFT JOIN LATERAL (
@@ -91,7 +93,7 @@ SELECT lane_id, batch, seq, outbox_id, event_id, tenant, type, key, payload::tex
           LEFT JOIN LATERAL (
                SELECT dead.*, was.endpoint_id AS was_endpoint_id,
                       was.generation AS was_generation, was.slot AS was_slot,
-                      dead.seq AS was_seq
+                      d.replay_seq AS was_seq
                  FROM replay
                  JOIN dead_letter dead ON dead.id = replay.dead_id
                  JOIN lane was ON was.id = dead.lane_id
@@ -99,6 +101,9 @@ SELECT lane_id, batch, seq, outbox_id, event_id, tenant, type, key, payload::tex
  WHERE coalesce(bytes_before, 0) < $5
  ORDER BY lane_id, seq
 """
+
+# Lanes that wait for an operator.
+READ_BLOCKED = "SELECT lane_id FROM lane_block WHERE lane_id = ANY ($1)"
 
 # What other replicas sequenced.
 READ_NEWS = "SELECT batch, lanes FROM batch WHERE batch > $1 ORDER BY batch LIMIT 1000"
@@ -110,37 +115,21 @@ READ_VERSION = "SELECT version FROM cursor"
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """What the dispatcher needs to know of a destination."""
-
-    id: UUID
-    name: str
-    url: str
-    state: str
-    """`active`, `removing` or `removed`."""
-    retry: RetryPolicy
-    secrets: tuple[bytes, ...]
-    connect_timeout_s: float
-    total_timeout_s: float
-    problem: str | None = None
-    """Why it cannot be used as it is set up."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether deliveries may be sent to it."""
-        return self.state == "active" and self.problem is None
-
-
-@dataclass(frozen=True, slots=True)
 class LoadedLane:
     """A lane as its checkpoint, counter and tail tell it."""
 
     id: int
     endpoint_id: UUID
     name: str
+    generation: int
+    ended: bool
+    """A newer generation took its place."""
+    blocked: bool
     last_seq: int
+    owed_since: float | None
+    """Epoch seconds; None: it owes nothing."""
     progress: Progress
-    tail: tuple[tuple[int, int], ...]
+    tail: tuple[tuple[int, int, float], ...]
 
 
 class LaneStore:
@@ -151,7 +140,7 @@ class LaneStore:
 
     async def endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
         """The endpoints as they are set up now."""
-        return [_endpoint(r) for r in await self._db.fetch(READ_ENDPOINTS, list(endpoint_ids))]
+        return await destinations.read(self._db, endpoint_ids)
 
     async def last_batch(self) -> int:
         """The newest batch."""
@@ -161,29 +150,37 @@ class LaneStore:
     async def lanes(self, endpoint_ids: Collection[UUID]) -> list[LoadedLane]:
         """All lanes of the endpoints; call it after claiming them."""
         rows = await self._db.fetch(READ_LANES, list(endpoint_ids))
-        tails: dict[int, list[tuple[int, int]]] = {}
+        tails: dict[int, list[tuple[int, int, float]]] = {}
         for r in await self._db.fetch(
             READ_TAIL,
             [r["id"] for r in rows],
             [r["floor_batch"] for r in rows],
             [r["acked_seq"] for r in rows],
         ):
-            tails.setdefault(r["id"], []).append((r["seq"], r["batch"]))
+            tails.setdefault(r["id"], []).append(
+                (r["seq"], r["batch"], r["started_at"].timestamp())
+            )
         return [
             LoadedLane(
                 r["id"],
                 r["endpoint_id"],
                 lane_name(r["endpoint_id"], r["generation"], r["slot"]),
+                r["generation"],
+                r["ended"],
+                r["blocked"],
                 r["last_seq"],
+                _seconds(r["owed_since"]),
                 Progress(
                     r["acked_seq"],
                     r["delivered_seq"],
                     r["floor_batch"],
                     r["head_seq"],
                     r["attempts"],
-                    r["first_attempt_at"] and r["first_attempt_at"].timestamp(),
-                    r["next_attempt_at"] and r["next_attempt_at"].timestamp(),
+                    r["spent"],
+                    _seconds(r["first_attempt_at"]),
+                    _seconds(r["next_attempt_at"]),
                     r["last_answer"] and orjson.loads(r["last_answer"]),
+                    _seconds(r["success_at"]),
                 ),
                 tuple(tails.get(r["id"], ())),
             )
@@ -226,29 +223,19 @@ class LaneStore:
         rows = await self._db.fetch(READ_COUNTERS, list(lane_ids))
         return {r["lane_id"]: r["last_seq"] for r in rows}
 
+    async def blocked(self, lane_ids: Collection[int]) -> set[int]:
+        """Those of the lanes that wait for an operator."""
+        rows = await self._db.fetch(READ_BLOCKED, list(lane_ids))
+        return {r["lane_id"] for r in rows}
+
     async def version(self) -> int:
         """The version of who gets what."""
         version: int = await self._db.fetchval(READ_VERSION)
         return version
 
 
-def _endpoint(row: Any) -> Endpoint:
-    """An endpoint; one that is set up wrongly must not keep the others waiting."""
-    retry, problem = STANDARD, None
-    secrets: tuple[bytes, ...] = ()
-    timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
-    try:
-        retry = RetryPolicy.from_dict(orjson.loads(row["retry"]))
-        secrets = tuple(parse_secret(s) for s in row["secrets"])
-        if not secrets:
-            raise UsageError("secret: there is none to sign with")
-        if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
-            raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
-    except (UsageError, TypeError) as error:
-        problem = str(error)
-    return Endpoint(
-        row["id"], row["name"], row["url"], row["state"], retry, secrets, *timeouts, problem
-    )
+def _seconds(at: datetime | None) -> float | None:
+    return None if at is None else at.timestamp()
 
 
 def _delivery(lane: LoadedLane, row: Any) -> Delivery | Gone:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.request import Delivery
+from outbox.core.steps import DeadRange
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,41 +44,66 @@ SELECT a.*, $1 FROM fence, {_ATTEMPTS}
 """  # noqa: S608 (constants only)
 
 # A group in which something failed or was given up.  A lane that is not ours
-# any more (its epoch moved on) writes nothing at all.
+# any more (its epoch moved on) writes nothing at all.  A range that follows one
+# of the same reason makes that one longer: a backlog is cut again and again.  Not
+# one that an operator is just deciding about, for whom no acknowledgement waits.
 WRITE_RECORDS = f"""{_FENCE},
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
            floor_batch = v.floor_batch, head_seq = v.head_seq, attempts = v.attempts,
-           first_attempt_at = v.first_attempt_at, next_attempt_at = v.next_attempt_at,
-           last_answer = v.last_answer
+           spent = v.spent, first_attempt_at = v.first_attempt_at,
+           next_attempt_at = v.next_attempt_at, last_answer = v.last_answer,
+           success_at = v.success_at
       FROM fence,
            unnest($11::bigint[], $12::bigint[], $13::bigint[], $14::bigint[], $15::bigint[],
-                  $16::bigint[], $17::int[], $18::timestamptz[], $19::timestamptz[],
-                  $20::jsonb[])
-           AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, head_seq, attempts,
-                first_attempt_at, next_attempt_at, last_answer)
+                  $16::bigint[], $17::int[], $18::int[], $19::timestamptz[], $20::timestamptz[],
+                  $21::jsonb[], $22::timestamptz[])
+           AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, head_seq, attempts, spent,
+                first_attempt_at, next_attempt_at, last_answer, success_at)
      WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq <= v.acked_seq
-    RETURNING p.lane_id),
+    RETURNING p.lane_id, p.endpoint_id),
 logged AS (
     INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
                          elapsed_ms, replica_id)
     SELECT a.*, $1 FROM fence, {_ATTEMPTS}
      WHERE a.lane_id <> ALL ($11) OR a.lane_id IN (SELECT lane_id FROM moved)),
+given_up AS (
+    SELECT d.*, moved.endpoint_id
+      FROM moved JOIN unnest($23::bigint[], $24::bigint[], $25::bigint[], $26::bigint[],
+           $27::text[], $28::int[], $29::jsonb[], $30::boolean[], $31::bigint[], $32::uuid[],
+           $33::text[], $34::text[], $35::text[], $36::jsonb[], $37::jsonb[],
+           $38::timestamptz[], $39::timestamptz[])
+           AS d(lane_id, batch, seq, to_seq, reason, attempts, last_answer, blocks, outbox_id,
+                event_id, tenant, type, key, payload, headers, published_at, expires_at)
+           USING (lane_id)),
+followed AS MATERIALIZED (
+    SELECT x.id, g.to_seq
+      FROM given_up g CROSS JOIN LATERAL (
+           SELECT id, to_seq, outbox_id, reason, state FROM dead_letter
+            WHERE lane_id = g.lane_id AND seq < g.seq
+            ORDER BY seq DESC LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED) x
+     WHERE g.outbox_id IS NULL AND x.to_seq = g.seq - 1 AND x.outbox_id IS NULL
+       AND x.reason = g.reason AND x.state = 'dead'),
+extended AS (
+    UPDATE dead_letter x SET to_seq = f.to_seq, at = clock_timestamp()
+      FROM followed f WHERE x.id = f.id
+    RETURNING x.lane_id),
 buried AS (
-    INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, outbox_id, event_id,
-           tenant, type, key, payload, headers, published_at, expires_at, reason, attempts,
-           last_answer, replica_id)
-    SELECT d.lane_id, d.endpoint_id, d.batch, d.seq, d.seq, d.outbox_id, d.event_id,
-           d.tenant, d.type, d.key, d.payload, d.headers, d.published_at, d.expires_at,
-           d.reason, d.attempts, d.last_answer, $1
-      FROM moved JOIN unnest($21::bigint[], $22::uuid[], $23::bigint[], $24::bigint[],
-           $25::bigint[], $26::uuid[], $27::text[], $28::text[], $29::text[], $30::jsonb[],
-           $31::jsonb[], $32::timestamptz[], $33::timestamptz[], $34::text[], $35::int[],
-           $36::jsonb[])
-           AS d(lane_id, endpoint_id, batch, seq, outbox_id, event_id, tenant, type, key,
-                payload, headers, published_at, expires_at, reason, attempts, last_answer)
-           USING (lane_id))
+    INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
+           last_answer, outbox_id, event_id, tenant, type, key, payload, headers,
+           published_at, expires_at, replica_id)
+    SELECT lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
+           last_answer, outbox_id, event_id, tenant, type, key, payload, headers,
+           published_at, expires_at, $1
+      FROM given_up WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)),
+blocked AS (
+    INSERT INTO lane_block (lane_id, seq) SELECT lane_id, seq FROM given_up WHERE blocks),
+told AS (
+    INSERT INTO journal (kind, actor, endpoint_id, data)
+    SELECT 'backlog_given_up', 'replica ' || $1::bigint, endpoint_id,
+           jsonb_build_object('lane', lane_id, 'from', seq, 'to', to_seq)
+      FROM given_up WHERE outbox_id IS NULL)
 SELECT lane_id FROM moved
 """  # noqa: S608 (constants only)
 
@@ -85,37 +111,47 @@ SELECT lane_id FROM moved
 WRITE_CHECKPOINTS = f"""{_FENCE}
 UPDATE lane_progress p
    SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
-       head_seq = NULL, attempts = 0, first_attempt_at = NULL, next_attempt_at = NULL,
-       last_answer = NULL
+       head_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
+       next_attempt_at = NULL, last_answer = NULL, success_at = v.success_at
   FROM fence,
-       unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[])
-       AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch)
+       unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::bigint[], $6::bigint[],
+              $7::timestamptz[])
+       AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, success_at)
  WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq < v.acked_seq
 RETURNING p.lane_id
 """  # noqa: S608 (constants only)
 
-# The end of a removed endpoint: everything its lanes still owe becomes one
-# range per lane, and the endpoint is gone.
-FINISH_REMOVAL = f"""{_FENCE},
+# The end of an endpoint that is removed or disabled: everything its lanes still
+# owe becomes one range per lane.  Only a removed one forgets its secrets.
+FINISH = f"""{_FENCE},
+ended AS (
+    UPDATE endpoint e
+       SET state = CASE e.state WHEN 'removing' THEN 'removed' ELSE 'disabled' END
+      FROM fence WHERE e.id = $2 AND e.state IN ('removing', 'disabling')
+    RETURNING e.id, e.state),
 owed AS (
-    UPDATE lane_progress p SET acked_seq = c.last_seq, head_seq = NULL, attempts = 0,
+    UPDATE lane_progress p SET acked_seq = c.last_seq, head_seq = NULL, attempts = 0, spent = 0,
            first_attempt_at = NULL, next_attempt_at = NULL, last_answer = NULL
-      FROM fence, lane_counter c, unnest($3::bigint[], $4::bigint[]) AS v(lane_id, acked_seq)
+      FROM ended, lane_counter c, unnest($3::bigint[], $4::bigint[]) AS v(lane_id, acked_seq)
      WHERE p.lane_id = v.lane_id AND c.lane_id = v.lane_id AND c.last_seq > v.acked_seq
     RETURNING p.lane_id, p.endpoint_id, p.floor_batch, v.acked_seq + 1 AS seq,
               c.last_seq AS to_seq),
 buried AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
                              replica_id)
-    SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, 'removed', 0, $1 FROM owed),
+    SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, ended.state, 0, $1 FROM owed, ended),
+unblocked AS (
+    DELETE FROM lane_block b USING ended, lane l
+     WHERE l.endpoint_id = ended.id AND b.lane_id = l.id),
 forgotten AS (
-    DELETE FROM endpoint_secret s USING fence WHERE s.endpoint_id = $2),
-ended AS (
-    UPDATE endpoint e SET state = 'removed' FROM fence WHERE e.id = $2 RETURNING e.id)
-INSERT INTO journal (kind, actor, endpoint_id, data)
-SELECT 'endpoint_removed', 'replica ' || $1::bigint, ended.id,
-       jsonb_build_object('given_up', (SELECT coalesce(sum(to_seq - seq + 1), 0) FROM owed))
-  FROM ended
+    DELETE FROM endpoint_secret s USING ended
+     WHERE s.endpoint_id = ended.id AND ended.state = 'removed'),
+told AS (
+    INSERT INTO journal (kind, actor, endpoint_id, data)
+    SELECT 'endpoint_' || ended.state, 'replica ' || $1::bigint, ended.id,
+           jsonb_build_object('given_up', (SELECT coalesce(sum(to_seq - seq + 1), 0) FROM owed))
+      FROM ended)
+SELECT count(*) FROM fence
 """  # noqa: S608 (constants only)
 
 
@@ -162,7 +198,7 @@ class RecordStore:
                 raise Fenced
             return
         progress = _columns(
-            10,
+            12,
             (
                 (
                     r.lane_id,
@@ -172,18 +208,17 @@ class RecordStore:
                     r.progress.floor_batch,
                     r.progress.head_seq,
                     r.progress.attempts,
+                    r.progress.spent,
                     _time(r.progress.first_attempt_at),
                     _time(r.progress.next_attempt_at),
                     _json(r.progress.last_answer),
+                    _time(r.progress.success_at),
                 )
                 for r, epoch in urgent
                 if r.progress is not None
             ),
         )
-        dead = _columns(
-            16,
-            ((r.lane_id, *_dead_row(r.dead)) for r, _ in urgent if r.dead is not None),
-        )
+        dead = _columns(17, (_dead_row(r, r.dead) for r, _ in urgent if r.dead is not None))
         moved = await self._db.fetch(WRITE_RECORDS, self._me, *attempts, *progress, *dead)
         if len(moved) != len(urgent):
             raise Fenced
@@ -198,45 +233,51 @@ class RecordStore:
             [p.acked_seq for _, _, p in rows],
             [p.delivered_seq for _, _, p in rows],
             [p.floor_batch for _, _, p in rows],
+            [_time(p.success_at) for _, _, p in rows],
         )
         return {r["lane_id"] for r in written}
 
-    async def finish_removal(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
-        """Give up what a removed endpoint's (lane, acked number) pairs still owe."""
-        written = await self._db.execute(
-            FINISH_REMOVAL,
+    async def finish(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
+        """Give up what the (lane, acked number) pairs of an endpoint that ends still owe."""
+        fence = await self._db.fetchval(
+            FINISH,
             self._me,
             endpoint_id,
             [lane_id for lane_id, _ in lanes],
             [acked for _, acked in lanes],
         )
-        if written != "INSERT 0 1":
+        if not fence:
             raise Fenced
 
 
-def _dead_row(dead: DeadLetter) -> tuple[Any, ...]:
-    d = dead.delivery
-    event: tuple[Any, ...] = (None,) * 8
-    if isinstance(d, Delivery):
-        event = (
-            d.event_id,
-            d.tenant,
-            d.type,
-            d.key,
-            d.payload.decode(),
-            None if d.headers is None else d.headers.decode(),
-            d.published_at,
-            d.expires_at,
-        )
+def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> tuple[Any, ...]:
+    event: tuple[Any, ...] = (None,) * 9
+    if isinstance(dead, DeadRange):
+        numbers = (dead.batch, dead.seq, dead.to_seq)
+    else:
+        d = dead.delivery
+        numbers = (d.batch, d.seq, d.seq)
+        event = (d.outbox_id, *event[1:])
+        if isinstance(d, Delivery):
+            event = (
+                d.outbox_id,
+                d.event_id,
+                d.tenant,
+                d.type,
+                d.key,
+                d.payload.decode(),
+                None if d.headers is None else d.headers.decode(),
+                d.published_at,
+                d.expires_at,
+            )
     return (
-        d.endpoint_id,
-        d.batch,
-        d.seq,
-        d.outbox_id,
-        *event,
+        record.lane_id,
+        *numbers,
         dead.reason,
         dead.attempts,
         _json(dead.last_answer),
+        record.blocks,
+        *event,
     )
 
 

@@ -46,10 +46,16 @@ SELECT count(pg_terminate_backend(a.pid))
  WHERE r.id = $1 AND a.application_name = $2
 """
 
+# Whoever locks several rows of ownership takes them in the order of their ids: a
+# change of several endpoints locks some of them, too.
 FREE_ALL = """
-WITH freed AS (
-    UPDATE ownership SET replica_id = NULL, epoch = epoch + 1
-     WHERE replica_id = $1 RETURNING endpoint_id, epoch)
+WITH mine AS MATERIALIZED (
+    SELECT endpoint_id FROM ownership WHERE replica_id = $1
+     ORDER BY endpoint_id FOR NO KEY UPDATE),
+freed AS (
+    UPDATE ownership o SET replica_id = NULL, epoch = epoch + 1
+      FROM mine WHERE o.endpoint_id = mine.endpoint_id
+    RETURNING o.endpoint_id, epoch)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_freed', $2, endpoint_id,
        jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $3::text)
@@ -61,10 +67,13 @@ REMOVE_REPLICA = "DELETE FROM replica WHERE id = $1"
 FREE_SOME = """
 WITH fence AS MATERIALIZED (
     SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE),
+mine AS MATERIALIZED (
+    SELECT endpoint_id FROM ownership WHERE replica_id = $1 AND endpoint_id = ANY ($2)
+     ORDER BY endpoint_id FOR NO KEY UPDATE),
 freed AS (
-    UPDATE ownership SET replica_id = NULL, epoch = epoch + 1
-      FROM fence WHERE replica_id = $1 AND endpoint_id = ANY ($2)
-    RETURNING endpoint_id, epoch)
+    UPDATE ownership o SET replica_id = NULL, epoch = epoch + 1
+      FROM fence, mine WHERE o.endpoint_id = mine.endpoint_id
+    RETURNING o.endpoint_id, epoch)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_freed', $3, endpoint_id,
        jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $4::text)
@@ -74,22 +83,21 @@ SELECT 'endpoint_freed', $3, endpoint_id,
 # Only what is free: an idle look must not cost more with every endpoint.
 READ_FREE = """
 SELECT o.endpoint_id
-  FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id AND e.state <> 'removed'
+  FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
+   AND e.state NOT IN ('removed', 'disabled')
  WHERE o.replica_id IS NULL
 """
 
-# The epoch is *written* to every progress row before anything is read, so that
-# a checkpoint of the last owner that is still under way cannot pass.
 CLAIM = """
 WITH fence AS MATERIALIZED (
     SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE),
+unowned AS MATERIALIZED (
+    SELECT endpoint_id FROM ownership WHERE replica_id IS NULL AND endpoint_id = ANY ($2)
+     ORDER BY endpoint_id FOR NO KEY UPDATE),
 claimed AS (
-    UPDATE ownership SET replica_id = $1, epoch = epoch + 1
-      FROM fence WHERE replica_id IS NULL AND endpoint_id = ANY ($2)
-    RETURNING endpoint_id, epoch),
-stamped AS (
-    UPDATE lane_progress p SET epoch = c.epoch
-      FROM claimed c WHERE p.endpoint_id = c.endpoint_id),
+    UPDATE ownership o SET replica_id = $1, epoch = epoch + 1
+      FROM fence, unowned u WHERE o.endpoint_id = u.endpoint_id AND o.replica_id IS NULL
+    RETURNING o.endpoint_id, epoch),
 told AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
     SELECT 'endpoint_claimed', $3, endpoint_id,
@@ -98,10 +106,32 @@ told AS (
 SELECT endpoint_id, epoch FROM claimed
 """
 
+# The epoch is *written* to every row that an owner writes before anything is
+# read, so that a checkpoint of the last owner that is still under way cannot
+# pass.  A statement of its own: the claim may have waited for a change of lanes,
+# and only a later snapshot shows the new ones.
+STAMP = """
+WITH claimed AS (SELECT * FROM unnest($1::uuid[], $2::bigint[]) AS c(endpoint_id, epoch)),
+known AS (
+    UPDATE endpoint_health h SET epoch = c.epoch
+      FROM claimed c WHERE h.endpoint_id = c.endpoint_id)
+UPDATE lane_progress p SET epoch = c.epoch
+  FROM claimed c WHERE p.endpoint_id = c.endpoint_id
+"""
+
+
+SESSION_NAME = "outbox-relay:"
+LISTENER_SUFFIX = ":listen"
+
 
 def application_name(replica_id: int) -> str:
     """What a replica's database sessions are called."""
-    return f"outbox-relay:{replica_id}"
+    return f"{SESSION_NAME}{replica_id}"
+
+
+def listener_name(replica_id: int) -> str:
+    """What its connection for LISTEN is called, so that a dead one is noticed."""
+    return application_name(replica_id) + LISTENER_SUFFIX
 
 
 class ReplicaStore:
@@ -166,8 +196,11 @@ class ReplicaStore:
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str
     ) -> dict[UUID, int]:
         """Take free endpoints; returns the epoch of those that were got."""
-        rows = await self._db.fetch(CLAIM, replica_id, endpoint_ids, actor)
-        return {r["endpoint_id"]: r["epoch"] for r in rows}
+        async with self._db.transaction(isolation="read_committed"):
+            rows = await self._db.fetch(CLAIM, replica_id, endpoint_ids, actor)
+            epochs: dict[UUID, int] = {r["endpoint_id"]: r["epoch"] for r in rows}
+            await self._db.execute(STAMP, list(epochs), list(epochs.values()))
+        return epochs
 
     async def release(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, why: str

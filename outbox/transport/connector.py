@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import functools
 import socket
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from aiohttp.connector import Connection
 
 _HEAD_END = b"\r\n\r\n"
 _HEADS_MAX = 8
@@ -44,37 +45,39 @@ class EgressRefused(OSError):
 class Connector(aiohttp.TCPConnector):
     """A pool of connections to addresses for which `refusal` has no reason.
 
-    `refusal(address, port)` is asked right before every connection.
+    `refusal(address, port=…)` is asked right before every connection.
     """
 
-    def __init__(self, refusal: Callable[[str, int], str | None], **options: Any) -> None:
+    def __init__(self, refusal: Callable[..., str | None], **options: Any) -> None:
         super().__init__(socket_factory=self._guarded_socket, **options)
         self._refusal = refusal
-        self._used: weakref.WeakSet[ResponseHandler] = weakref.WeakSet()
         protocol: type[ResponseHandler] = _Protocol
         self._factory = functools.partial(protocol, loop=self._loop)
 
-    async def connect(self, *args: Any, **kwargs: Any) -> Any:
+    async def connect(self, *args: Any, **kwargs: Any) -> Connection:
         """A kept connection on which it is quiet, or a new one."""
         while True:
             connection = await super().connect(*args, **kwargs)
-            protocol = connection.protocol
-            if protocol is None or protocol not in self._used or not protocol.should_close:
+            protocol = cast("_Protocol | None", connection.protocol)
+            if protocol is None or not protocol.used or not protocol.should_close:
                 break
             connection.close()
         if protocol is not None:
-            self._used.add(protocol)
+            protocol.used = True
         return connection
 
     def _guarded_socket(self, info: Any) -> socket.socket:
         family, kind, protocol, _, address = info
-        if (why := self._refusal(address[0], address[1])) is not None:
+        if (why := self._refusal(address[0], port=address[1])) is not None:
             raise EgressRefused(why)
         return socket.socket(family, kind, protocol)
 
 
 class _Protocol(ResponseHandler):
     """Gives the parser what belongs to a head apart from what follows it."""
+
+    used = False
+    """Whether a request was sent on it."""
 
     def data_received(self, data: bytes) -> None:
         for _ in range(_HEADS_MAX):

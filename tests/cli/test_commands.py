@@ -292,11 +292,11 @@ def test_open_networks_take_any_url(here: Command) -> None:
     ("args", "says"),
     [
         (["a", URL], 'endpoint "a" exists already; choose another name, or remove it first'),
-        (["b", URL, "--type", "order."], "type pattern: 'order.' is not one"),
+        (["b", URL, "--type", "order."], "types: 'order.' is not one"),
         (["b", URL, "--lanes", "0"], "lanes: must be between 1 and 1024, not 0"),
         (["b", URL, "--lanes", "x"], "'x' is not a valid integer"),
         (["b", URL, "--tenant", "t", "--all-tenants"], "for one tenant or for all, not both"),
-        ([" ", URL], "the endpoint's name must be printable text"),
+        ([" ", URL], "name: must be printable text"),
     ],
 )
 def test_a_bad_endpoint(here: Command, args: list[str], says: str) -> None:
@@ -316,8 +316,8 @@ def test_endpoint_remove(here: Command, database: Database) -> None:
     owed = here("endpoint", "remove", "b")
     assert owed.code == 2
     assert owed.error == (
-        'endpoint "b" is owed 3 deliveries; wait for them, or say --give-up to give them up '
-        "for good"
+        'endpoint "b" is owed 3 deliveries; say --wait to deliver them first, or --give-up to '
+        "give them up for good"
     )
     assert here("endpoint", "remove", "b", "--give-up").out == (
         'removing endpoint "b": the relay gives up its 3 deliveries; '
@@ -390,13 +390,18 @@ def test_dead_show(here: Command, database: Database) -> None:
 def test_dead_replay_and_discard(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
     bury(database, "a")
-    assert here("dead", "replay", "--all", "--json").json == {
-        "replaying": 1,
-        "skipped": {"range": 1},
-    }
+    execute(database, "UPDATE endpoint SET state = 'disabled' RETURNING id")
     assert here("dead", "replay", "--endpoint", "a").out == (
-        "replaying 0 dead letters\nleft alone: 1 ranges\n"
+        "replaying 0 dead letters\nleft alone: 2 of disabled endpoints\n"
     )
+    disabled = here("dead", "replay", 1)
+    assert (disabled.code, disabled.error) == (
+        2,
+        'dead letter 1 belongs to the endpoint "a", which is disabled; '
+        "enable it first: outbox endpoint enable a",
+    )
+    execute(database, "UPDATE endpoint SET state = 'active' RETURNING id")
+    assert here("dead", "replay", 1, "--json").json == {"replaying": 1, "skipped": {}}
     assert re.search(
         r"^sent again   not yet, asked for at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]",
         here("dead", "show", 1).out,
@@ -416,12 +421,36 @@ def test_dead_replay_and_discard(here: Command, database: Database) -> None:
         2,
         "dead letter 1 is being sent again already; see: outbox dead show 1",
     )
-    whole = here("dead", "replay", 2)
-    assert whole.code == 2
-    assert "stands for the numbers 10 to 19" in whole.error
     assert here("dead", "discard", 2, "--reason", "old").out == "discarded 1 dead letter\n"
     assert execute(database, "SELECT data ->> 'reason' FROM journal ORDER BY id DESC") == "old"
     assert re.search("@", execute(database, "SELECT actor FROM journal ORDER BY id DESC"))
+
+
+def test_a_range_is_sent_again_in_helpings(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    bury(database, "a")
+    assert here("dead", "replay", 2).out == "replaying 1 dead letter\n"
+    execute(
+        database,
+        """
+        INSERT INTO delivery SELECT l.id, 1, n, 1, r.id, 9 + n
+          FROM replay r, lane l, generate_series(1, 4) n;
+        UPDATE replay SET next_seq = 14 RETURNING id
+        """,
+    )
+    assert "sent again  4 of 10 numbers, asked for at " in here("dead", "show", 2).out
+    shown = here("dead", "show", 2, "--json").json
+    assert (shown["state"], shown["replays"][0]["taken"]) == ("replaying", 4)
+    assert (shown["replays"][0]["lane"], shown["replays"][0]["sequence"]) == (None, None)
+    execute(
+        database,
+        """
+        UPDATE replay SET next_seq = 20;
+        UPDATE lane_progress SET acked_seq = 4 RETURNING lane_id
+        """,
+    )
+    again = here("dead", "replay", 2)
+    assert again.error == "dead letter 2 was sent again; see: outbox dead show 2"
 
 
 # ------------------------------------------------------------------- status
@@ -432,7 +461,8 @@ def test_status(here: Command, database: Database) -> None:
     here("publish", "a.b")
     seen = here("status", "--json").json
     assert list(seen) == [
-        "schema", "cursor", "gaps", "replicas", "endpoints_total", "endpoints", "dead_letters",
+        "schema", "at", "cursor", "gaps", "replicas", "owed", "endpoints_total", "endpoints",
+        "dead_letters",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
     assert [e["name"] for e in seen["endpoints"]] == ["a"]
@@ -456,6 +486,111 @@ def test_status(here: Command, database: Database) -> None:
     assert "and 1 endpoint more; see: outbox endpoint list" in here("status", "--limit", 1).out
 
 
+def test_ids_that_were_rolled_back_are_no_lag(here: Command, database: Database) -> None:
+    execute(database, "SELECT nextval('outbox_id_seq')")
+    seen = here("status", "--json").json["cursor"]
+    assert (seen["last_id"], seen["lag"], seen["waiting_s"]) == (1, 0, None)
+    assert "sequenced     up to id 0, nothing waits\n" in here("status").out
+
+
+def test_status_says_what_needs_a_look_and_which_command_helps(
+    here: Command, database: Database
+) -> None:
+    for name in ("a shop", "blocked", "sick"):
+        here("endpoint", "add", name, URL)
+    bury(database, "blocked")
+    execute(
+        database,
+        """
+        UPDATE endpoint SET state = 'paused', state_at = now() - interval '2 h',
+               state_by = 'ann@host', state_why = 'moving' WHERE name = 'a shop';
+        INSERT INTO lane_block (lane_id, seq, at)
+        SELECT l.id, 7, now() - interval '5 min' FROM lane l JOIN endpoint e
+            ON e.id = l.endpoint_id WHERE e.name = 'blocked';
+        INSERT INTO endpoint_health (endpoint_id, state, since, held_until)
+        SELECT id, 'failing', now() - interval '1 h', now() + interval '1 h'
+          FROM endpoint WHERE name = 'sick' ON CONFLICT (endpoint_id) DO UPDATE
+           SET state = 'failing', since = excluded.since, held_until = excluded.held_until;
+        UPDATE lane_counter c SET last_seq = 9 FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
+         WHERE l.id = c.lane_id AND e.name = 'sick';
+        UPDATE endpoint SET generation = 2 WHERE name = 'sick';
+        INSERT INTO replica (name, version, pids, lease_s, expires_at)
+        VALUES ('r1', '1', '{}', 5, now() + interval '1 h'),
+               ('r2', '1', '{}', 5, now() - interval '1 h') RETURNING id
+        """,
+    )
+    text = here("status").out
+    states = dict(re.findall(r"^(a shop|blocked|sick) +(\w+)", text, re.MULTILINE))
+    assert states == {"a shop": "paused", "blocked": "blocked", "sick": "failing"}
+    assert re.findall(r"^r\d .*?(?=  1 )", text, re.MULTILINE) == [
+        "r1     alive           0",
+        "r2     lapsed          0",
+    ]
+    for note in (
+        "a shop: paused since 2h by ann@host (moving); outbox endpoint resume 'a shop'\n",
+        "blocked: 1 lane blocked, one since 5m by number 7; outbox dead replay 1, outbox dead "
+        "discard 1 or outbox endpoint resume blocked\n",
+        "sick: failing since 1h\n",
+        "sick: nothing is sent until ",
+        "sick: 1 lane of an older generation still owe 9; the new ones wait\n",
+    ):
+        assert re.sub(r"(\d[hm]) \ds", r"\1", text).count(note) == 1, (note, text)
+    by_name = {e["name"]: e for e in here("status", "--json").json["endpoints"]}
+    assert by_name["blocked"]["block"]["dead_letter"] == 1
+    assert by_name["sick"]["health"]["state"] == "failing"
+    assert (by_name["sick"]["old_lanes"], by_name["sick"]["old_owed"]) == (1, 9)
+    assert by_name["a shop"]["state_by"] == "ann@host"
+
+
+def test_an_interval_is_of_a_watch(here: Command) -> None:
+    alone = here("status", "--interval", 1)
+    assert (alone.code, alone.error) == (
+        2, "--interval goes with --watch only; see: outbox status --help",
+    )  # fmt: skip
+    assert here("status", "--watch", "--interval", 0).code == 2
+    gone = here("status", "--watch", OUTBOX_DSN="postgresql://u@127.0.0.1:1/d")
+    assert (gone.code, "no server listens" in gone.error) == (3, True)
+
+
+# ------------------------------------------------------------------- doctor
+
+
+def test_doctor(here: Command, database: Database) -> None:
+    first = here("doctor")
+    assert (first.code, first.err) == (0, "")
+    head, _, live = first.out.partition("\n\nLive health\n")
+    assert head.startswith("Preconditions\n  ok       server ")
+    assert "→ start one: outbox relay\n" in live
+    assert first.out.endswith("\n\n2 warnings\n")
+    here("endpoint", "add", "a", URL)
+    execute(database, "DROP TRIGGER ring_the_relay ON outbox")
+    sick = here("doctor", "--json")
+    assert sick.code == 1
+    assert list(sick.json) == ["schema", "problems", "warnings", "findings"]
+    assert (sick.json["problems"], sick.json["warnings"]) == (2, 1)
+    by_check = {f["check"]: f for f in sick.json["findings"]}
+    assert list(by_check["trigger"]) == ["subject", "check", "severity", "says", "do"]
+    assert by_check["trigger"]["severity"] == "problem"
+    assert by_check["relays"]["subject"] == "live health"
+
+
+def test_doctor_asks_these_settings_where_deliveries_may_go(here: Command) -> None:
+    opened = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+    here("endpoint", "add", "near", "http://127.0.0.1:9/", **opened)
+    assert '"near" cannot be delivered to: 127.0.0.1 is loopback' in here("doctor").out
+    assert "near" not in here("doctor", **opened).out
+
+
+def test_doctor_without_a_schema_or_a_database(outbox: Command, empty_database: Database) -> None:
+    bare = outbox("doctor", OUTBOX_DSN=empty_database.dsn)
+    assert bare.code == 1
+    assert 'schema "relay" is not there\n' in bare.out
+    assert bare.out.endswith("→ run: outbox migrate\n\n1 problem\n")
+    gone = outbox("doctor", OUTBOX_DSN="postgresql://u@127.0.0.1:1/d")
+    assert gone.code == 3
+    assert "no server listens at 127.0.0.1:1" in gone.error
+
+
 # ----------------------------------------------------------------- terminal
 
 
@@ -471,3 +606,35 @@ def test_a_terminal_gets_a_table_and_no_colour_is_honoured(
     plain = here("endpoint", "list", NO_COLOR="1")
     assert not re.search(r"\x1b\[3[0-9]", plain.out)
     assert "\x1b" not in here("endpoint", "show", "a", NO_COLOR="1").out.partition("\n\n")[0]
+
+
+def test_no_word_is_broken_where_the_terminal_is_narrow(
+    here: Command, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here("endpoint", "add", "a-name-of-twenty-chars", URL)
+    bury(database, "a-name-of-twenty-chars")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    wide = here("dead", "list", NO_COLOR="1", COLUMNS="140", TERM="dumb").out.splitlines()
+    narrow = here("dead", "list", NO_COLOR="1", COLUMNS="80", TERM="dumb").out.splitlines()
+    assert len(wide) == 3
+    assert wide[0].split() == [
+        "id", "endpoint", "lane", "number", "type", "reason", "status", "attempts", "at",
+    ]  # fmt: skip
+    assert narrow[0].split() == ["id", "endpoint", "number", "type", "reason", "at"]
+    assert max(map(len, narrow)) <= 80
+    # Nothing is folded, and what is left out is named.
+    assert len(narrow) == 4
+    assert "refused" in narrow[1]
+    assert narrow[3] == "not shown at this width: lane, status, attempts"
+
+
+def test_what_the_doctor_says_is_folded_between_words(
+    here: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here("endpoint", "add", "a", URL)
+    whole = here("doctor", NO_COLOR="1").out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    folded = here("doctor", NO_COLOR="1", COLUMNS="60").out
+    assert max(map(len, folded.splitlines())) <= 60
+    assert max(map(len, whole.splitlines())) > 80
+    assert re.sub(r"\d+", "#", folded).split() == re.sub(r"\d+", "#", whole).split()

@@ -37,12 +37,14 @@ class Listening:
             self.before.append(line)
         self.url = line.split()[-1]
 
-    async def post(self, *numbers: int, secret: bytes = SECRET) -> list[int]:
+    async def post(
+        self, *numbers: int, secret: bytes = SECRET, lane_ends: bool = False
+    ) -> list[int]:
         """Deliveries in this order; returns the statuses."""
         statuses = []
         async with aiohttp.ClientSession() as session:
             for number in numbers:
-                headers, body = signed(delivery(number), secret=secret)
+                headers, body = signed(delivery(number), secret=secret, lane_ends=lane_ends)
                 async with session.post(self.url, data=body, headers=headers) as answer:
                     statuses.append(answer.status)
         return statuses
@@ -97,6 +99,14 @@ async def test_it_verifies_and_counts(how: str, tmp_path: Path) -> None:
         "4 requests: 3 accepted, 1 duplicate, 0 failed on purpose, 0 rejected",
         "missing 0, out of order 0, given up by the sender 0, conflicts 0",
     ]
+
+
+async def test_the_end_of_a_lane_is_told() -> None:
+    with listen(OUTBOX_SECRET=format_secret(SECRET)) as listening:
+        await listening.post(1, lane_ends=True)
+        code, lines = listening.end()
+    assert code == 0
+    assert lines[0].endswith("number 1 order.paid key order-7 (the last of its lane)")
 
 
 async def test_what_is_missing_is_the_verdict() -> None:

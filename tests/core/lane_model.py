@@ -10,23 +10,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from math import inf
 from typing import TYPE_CHECKING
 
 from outbox.core.answer import Answer, Failure, Verdict, classify
 from outbox.core.lane import Lane
-from outbox.core.retry import RetryPolicy
-from outbox.core.steps import Fetch, Record, Send, Wait
+from outbox.core.steps import Fetch, Gate, Gone, Record, Send, Wait
+from tests.core.lane_promises import POLICY, Watch
 from tests.core.lane_tables import EPOCH_S, Disk, Receiver, delivery
 from tests.core.promises import expect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.request import Delivery
     from outbox.core.steps import Command
 
-POLICY = RetryPolicy(base_s=1.0, factor=2.0, cap_s=4.0, attempts_max=4, age_max_s=30.0)
 ROWS_PER_FETCH = 12
 
 
@@ -40,6 +37,8 @@ class Faults:
     """Who takes over reads the checkpoint alone."""
     trusts_the_receiver: bool = False
     """Who takes over does not expect copies."""
+    forgets_blocks: bool = False
+    """Who takes over does not ask whether an operator has to let it go on."""
     says_so: bool = True
     """The lane's own account of itself is looked at too, not only what it does."""
 
@@ -47,7 +46,7 @@ class Faults:
 NO_FAULTS = Faults()
 
 
-class World:
+class World(Watch):
     """One lane, its disk, its receiver and, one after the other, its owners."""
 
     def __init__(self, lane: type[Lane] = Lane, faults: Faults = NO_FAULTS) -> None:
@@ -58,11 +57,10 @@ class World:
         """Requests of dead owners that may still arrive."""
         self._lane_type = lane
         self._faults = faults
+        self._says_so = faults.says_so
         self._batch = 0
-        self._sent: dict[int, int] = {}
-        """Every number that was ever sent, and the `previous_seq` it had last."""
-        self._lost: set[int] = set()
-        """Numbers whose acknowledgement was lost in a crash."""
+        self._sent = {}
+        self._lost = set()
         self._take_over()
 
     # ---------------------------------------------------------------- owners
@@ -75,15 +73,25 @@ class World:
             [] if faults.reads_no_tail else disk.tail(),
             disk.last_seq,
             0 if faults.trusts_the_receiver else self._batch,
+            owed_since=disk.owed_since,
+            blocked=disk.blocked and not faults.forgets_blocks,
+            ended=disk.closed,
         )
         self.sending: Send | None = None
         self.started_at = 0.0
+        self._free = self._is_first = False
         self.fetching: Fetch | None = None
         self.pending: list[Record] = []
-        self._ended = disk.ended
-        """What this owner believes to have ended, up to here."""
-        self._hurried = False
+        self._over = disk.ended
+        self._delivered = disk.ended
+        self._in_hand = disk.ended
+        self._gone = set()
+        self._known = disk.last_seq
+        self._cut = 0
         self._stopped = False
+        self._stalled_since = None
+        if disk.ended < disk.last_seq:
+            self._stalled_since = max(disk.owed_since or 0.0, disk.folded.success_at or 0.0)
 
     def crash(self, written: int, *, received: bool, skew_s: float = 0.0) -> None:
         """The owner dies, and another takes over, whose clock may differ.
@@ -125,11 +133,36 @@ class World:
         expires_at = None
         if expires_in_s is not None:
             expires_at = datetime.fromtimestamp(self.now + expires_in_s, UTC)
+        if self.disk.closed:
+            return
         for _ in range(count):
-            seq = self.disk.last_seq + 1
-            self.disk.deliveries.append(delivery(seq, self._batch, expires_at))
+            self.disk.give_out(delivery(self.disk.last_seq + 1, self._batch, expires_at), self.now)
         if told:
-            self.lane.offered(self.disk.last_seq)
+            self._tell()
+
+    def _tell(self) -> None:
+        self.lane.offered(self.disk.last_seq, self.now)
+        self._known = self.disk.last_seq
+        if self._stalled_since is None and self._over < self._known:
+            self._stalled_since = self.now
+
+    def end(self) -> None:
+        """A newer generation of lanes takes its place."""
+        self.disk.closed = True
+        self._tell()
+        self.lane.end()
+
+    def cut(self, count: int) -> None:
+        """The owner gives up what there is too much of."""
+        through_seq = self._over + count
+        self.lane.cut(through_seq, "backlog")
+        self._cut = max(self._cut, min(through_seq, self._known))
+
+    def unblock(self) -> None:
+        """An operator lets it go on."""
+        self.disk.blocked = False
+        if not any(record.blocks for record in self.pending):
+            self.lane.unblock()
 
     def erase(self, i: int) -> None:
         """The event of a number that has not ended is erased; copies in hand are not."""
@@ -139,30 +172,31 @@ class World:
     def tick(self, seconds: float) -> None:
         self.now += seconds
 
-    def retry_now(self) -> None:
-        self._hurried = True
-        self.lane.retry_now()
-
-    def proceed(self) -> Command:
+    def proceed(self, gate: Gate = Gate.OPEN) -> Command:
         """Ask the lane what to do, and begin it."""
         before = self.lane.in_flight
-        command = self.lane.next(self.now)
+        command = self.lane.next(self.now, gate)
+        if isinstance(command, Send):
+            expect(not before and self.sending is None, "two requests are in flight")
+            self._is_first = command.delivery.seq not in self._sent
+            self._expect_rightly_sent(command, gate)
+        if not before and not self._stopped:
+            self._expect_what_needs_no_gate(command)
+            if self._over < self._in_hand:
+                self._expect_not_idle(command, gate)
         match command:
             case Send() as send:
-                expect(not before and self.sending is None, "two requests are in flight")
-                self._expect_rightly_sent(send)
                 self.sending, self.started_at = send, self.now
-                self._hurried = False
+                self._free = self._retry_at() > self.now
                 self._fetch(self.lane.fetch())
             case Record() as record:
                 expect(not before, "two things at a time")
+                self._passed(record)
                 self.pending.append(record)
             case Fetch() as fetch:
                 self._fetch(fetch)
             case Wait(until):
                 expect(until > self.now, "it waits for the past", until)
-                expires_at = _expires_at(self.disk.deliveries[self.lane.acked_seq])
-                expect(until <= expires_at, "it waits for what expires", until, expires_at)
         self.expect_consistent()
         return command
 
@@ -170,12 +204,28 @@ class World:
         """The answer to a Fetch; it comes whenever it comes."""
         fetch, self.fetching = self.fetching, None
         if fetch is not None:
-            self.lane.fetched(self.disk.read(fetch, rows))
+            read = self.disk.read(fetch, rows)
+            self.lane.fetched(read)
+            for each in read:
+                if each.seq > self._in_hand:
+                    self._in_hand = each.seq
+                    if isinstance(each, Gone):
+                        self._gone.add(each.seq)
+            self._known = max(self._known, self._in_hand)
 
-    def answer(self, status: int | None, *, received: bool, u: float, after_s: float) -> None:
+    def answer(
+        self,
+        status: int | None,
+        *,
+        received: bool,
+        u: float,
+        after_s: float,
+        blocks: bool = False,
+    ) -> None:
         """The receiver answers; without a status the relay saw a time-out.
 
         A receiver that has the number says so with 409 instead of refusing it.
+        `blocks`: the endpoint waits for an operator when something is given up.
         """
         send, self.sending = self.sending, None
         if send is None:
@@ -194,15 +244,41 @@ class World:
         verdict = classify(answer, maybe_sent_before=send.maybe_sent_before)
         expect(status != 409 or verdict is Verdict.DELIVERED, f"{seq} is refused as a copy")
         record = self.lane.answered(
-            verdict, answer, POLICY, started_at=self.started_at, now=self.now, u=u
+            verdict,
+            answer,
+            POLICY,
+            started_at=self.started_at,
+            now=self.now,
+            u=u,
+            blocks=blocks,
         )
         expect(record.seq == seq, "another number was answered", record)
-        if record.progress is not None and record.dead is None:
-            expect((record.progress.next_attempt_at or 0) >= self.now, "it does not wait", record)
+        expect(record.blocks == (blocks and record.dead is not None), "does it block?", record)
+        if verdict is Verdict.RETRY:
+            self._expect_rightly_charged(record)
         if verdict is Verdict.DELIVERED:
-            self._ended = seq
+            self._over = self._delivered = seq
+            self._stalled_since = self.now if seq < self._known else None
+        self._passed(record)
         self.pending.append(record)
         self.expect_consistent()
+
+    def _passed(self, record: Record) -> None:
+        """What is given up is owed no more."""
+        if record.dead is not None:
+            self._over = record.seq
+            self._in_hand = max(self._in_hand, record.seq)
+            if record.seq == self._known:
+                self._stalled_since = None
+
+    def unsent(self) -> None:
+        """The endpoint changed while the request waited for its place."""
+        if self.sending is not None:
+            if self._is_first:
+                del self._sent[self.sending.delivery.seq]
+            self.sending = None
+            self.lane.unsent()
+            self.expect_consistent()
 
     def write_group(self, records: int) -> None:
         """The recorder writes what waits, up to so many; in order."""
@@ -227,56 +303,20 @@ class World:
             expect(self.fetching is None, "two reads are under way")
             self.fetching = fetch
 
-    # ----------------------------------------------------------- the promises
-
-    def _expect_rightly_sent(self, send: Send) -> None:
-        disk, seq = self.disk, send.delivery.seq
-        ended = max(disk.ended, self._ended)
-        expect(seq > ended, f"{seq} is sent although it has ended")
-        expect(seq == ended + 1, f"{seq} is sent before {ended + 1} has ended")
-        expect(send.delivery == disk.deliveries[seq - 1], f"{seq} changes its event")
-        previous = seq - 1
-        while previous in disk.dead:
-            previous -= 1
-        expect(send.previous_seq == previous, f"{seq} names {send.previous_seq}", previous)
-        expect(_expires_at(send.delivery) > self.now, f"{seq} has expired")
-        p = disk.folded
-        recorded = p.attempts if p.head_seq == seq else 0
-        expect(send.attempt == recorded + 1, f"{seq} forgets its attempts", send, p)
-        if recorded and not self._hurried:
-            expect(self.now >= (p.next_attempt_at or 0), f"{seq} does not wait", p)
-        expect(send.maybe_sent_before or seq not in self._sent, f"{seq} was sent before")
-        was = self._sent.setdefault(seq, previous)
-        if was != previous:
-            expect(previous < was, f"{seq} names a later number", was, previous)
-            expect(was in self._lost and was in disk.dead, f"{seq} changes its previous", was)
-            self._sent[seq] = previous
-
-    def expect_consistent(self) -> None:
-        """What the lane says of itself is so."""
-        lane, disk = self.lane, self.disk
-        if not self._faults.says_so:
-            return
-        waits = any(r.urgent for r in self.pending)
-        expect(lane.in_flight == (waits or self.sending is not None), "in flight or not?")
-        expect(lane.settled == (not self.pending and self.sending is None), "settled or not?")
-        expect(lane.checkpoint() == disk.folded, "not what is on disk", lane.checkpoint())
-        expect(lane.committed_seq == disk.folded.acked_seq, "not what is on disk")
-        ended = max([lane.committed_seq, *(r.seq for r in self.pending if _ends(r))])
-        expect(lane.acked_seq == ended, "acknowledged or not?", lane.acked_seq, ended)
-        expect(lane.owed <= disk.last_seq - ended, "it owes what there is not")
+    # ---------------------------------------------------------------- the end
 
     def expect_everything_ends(self) -> None:
         """When crashes and failures end, so does everything that is owed."""
         if self._stopped:
             self.crash(len(self.pending), received=True)
         disk, steps = self.disk, 0
-        self.lane.offered(disk.last_seq)
+        self._tell()
         while self.lane.owed or not self.lane.settled:
             steps += 1
             expect(steps < 100 + 10 * disk.last_seq, "it does not end", self.lane.owed)
             if isinstance(command := self.proceed(), Wait):
                 self.now = command.until
+            self.unblock()
             self.fetched(ROWS_PER_FETCH)
             self.answer(200, received=True, u=0.5, after_s=0.1)
             if self.lane.in_flight or steps % 3 == 0:
@@ -286,11 +326,3 @@ class World:
         expect(acked == disk.ended == disk.last_seq, "not everything has ended", disk.progress)
         for row in disk.delivered:
             expect(row.seq in self.receiver.got, f"{row.seq} was delivered to nobody")
-
-
-def _expires_at(delivery: Delivery) -> float:
-    return inf if delivery.expires_at is None else delivery.expires_at.timestamp()
-
-
-def _ends(record: Record) -> bool:
-    return record.progress is None or record.dead is not None

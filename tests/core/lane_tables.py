@@ -13,7 +13,7 @@ from uuid import UUID
 
 from outbox.core.order import LaneOrder, State
 from outbox.core.request import Delivery
-from outbox.core.steps import Gone, Progress
+from outbox.core.steps import DeadRange, Gone, Progress
 from tests.core.promises import expect
 
 if TYPE_CHECKING:
@@ -56,7 +56,12 @@ class Disk:
         """The successful rows of the attempt log, in the order of their numbers."""
         self.failed: Counter[int] = Counter()
         """How many rows of the attempt log say that a number failed."""
-        self.dead: dict[int, DeadLetter] = {}
+        self.dead: dict[int, DeadLetter | DeadRange] = {}
+        """What was given up, by number."""
+        self.given_out_at: list[float] = []
+        self.blocked = False
+        self.closed = False
+        """The lane belongs to an older generation."""
         self.folded = Progress()
         """Checkpoint and tail, as who takes over has to understand them."""
 
@@ -68,6 +73,16 @@ class Disk:
     def ended(self) -> int:
         """Every number up to this one has an outcome."""
         return len(self.delivered) + len(self.dead)
+
+    @property
+    def owed_since(self) -> float | None:
+        """When the first number without an outcome was given out."""
+        return self.given_out_at[self.ended] if self.ended < self.last_seq else None
+
+    def give_out(self, delivery: Delivery, now: float) -> None:
+        expect(not self.closed, f"{delivery.seq} comes after the end of its lane")
+        self.deliveries.append(delivery)
+        self.given_out_at.append(now)
 
     def read(self, fetch: Fetch, rows: int) -> list[Delivery | Gone]:
         """The next deliveries, as `READ_DELIVERIES` finds them."""
@@ -81,11 +96,15 @@ class Disk:
             for d in found[:rows]
         ]
 
-    def tail(self) -> list[tuple[int, int]]:
+    def tail(self) -> list[tuple[int, int, float]]:
         """What was delivered after the checkpoint."""
         p = self.progress
         first = bisect_right(self.delivered, p.acked_seq, key=lambda row: row.seq)
-        return [(r.seq, r.batch) for r in self.delivered[first:] if r.batch >= p.floor_batch]
+        return [
+            (r.seq, r.batch, r.started_at + r.elapsed_s)
+            for r in self.delivered[first:]
+            if r.batch >= p.floor_batch
+        ]
 
     def write(self, group: Sequence[Record]) -> None:
         """Attempts, dead letters and progress of a group, all at once."""
@@ -95,7 +114,10 @@ class Disk:
                 batch = self.deliveries[row.seq - 1].batch
                 expect(row.batch == batch, "an attempt is logged in another batch", row)
                 self.failed[row.seq] += row.outcome != "delivered"
-            if record.dead is not None:
+            if isinstance(record.dead, DeadRange):
+                self._give_up(record.dead)
+                expect(record.seq == record.dead.to_seq, "a range ends elsewhere", record)
+            elif record.dead is not None:
                 self._expect_next(record.seq)
                 self.dead[record.seq] = record.dead
             elif row is not None and row.outcome == "delivered":
@@ -103,7 +125,16 @@ class Disk:
                 self.delivered.append(row)
             if record.progress is not None:
                 self._move(record.progress)
+            self.blocked = self.blocked or record.blocks
         self._fold()
+
+    def _give_up(self, dead: DeadRange) -> None:
+        self._expect_next(dead.seq)
+        expect(dead.seq <= dead.to_seq <= self.last_seq, "a range of what there is not", dead)
+        first = self.deliveries[dead.seq - 1]
+        expect(dead.batch <= first.batch, "reading a range begins too late", dead, first)
+        expect(dead.attempts == self.failed[dead.seq], "attempts are not what is logged", dead)
+        self.dead.update(dict.fromkeys(range(dead.seq, dead.to_seq + 1), dead))
 
     def checkpoint(self, progress: Progress) -> None:
         """Checkpoints move forward only."""
@@ -113,9 +144,9 @@ class Disk:
 
     def _fold(self) -> None:
         self.folded = self.progress
-        for seq, batch in self.tail():
+        for seq, batch, at in self.tail():
             expect(seq == self.folded.acked_seq + 1, "the log has a hole", seq, self.folded)
-            self.folded = Progress(seq, seq, batch)
+            self.folded = Progress(seq, seq, batch, success_at=at)
 
     def _expect_next(self, seq: int) -> None:
         expect(seq > self.ended, f"{seq} has two outcomes")
@@ -129,6 +160,9 @@ class Disk:
         expect(p.delivered_seq == last, "the last one delivered is another", p)
         expect(p.acked_seq >= was.acked_seq, "progress moves back", was, p)
         expect(p.floor_batch >= was.floor_batch, "the floor sinks", was, p)
+        owed = self.deliveries[p.acked_seq :]
+        expect(not owed or p.floor_batch <= owed[0].batch, "something owed lies below the floor", p)
+        expect((p.success_at is None) == (last == 0), "when did it last succeed?", p)
         if p.head_seq is not None:
             expect(p.attempts == self.failed[p.head_seq], "attempts are not what is logged", p)
             if p.head_seq == was.head_seq:

@@ -7,21 +7,19 @@ the same with a seeded random generator.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from outbox.core.answer import Answer, Verdict, classify, summary
+from outbox.core.answer import Answer, Verdict, summary
 from outbox.core.lane import FETCH_LOW, Lane
-from outbox.core.steps import DeadLetter, Fetch, Gone, Progress, Record, Send, Wait
-from tests.core.lane_model import POLICY, World
-from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
+from outbox.core.steps import DeadLetter, Fetch, Gate, Gone, Progress, Record, Send, Wait
+from tests.core.lane_model import World
+from tests.core.lane_promises import POLICY
+from tests.core.lane_steps import BUSY, NO, NOW, OK, attempt, lane_with
+from tests.core.lane_tables import ENDPOINT, delivery
 from tests.core.wander import STATUSES, hunt_lane
-
-if TYPE_CHECKING:
-    from outbox.core.request import Delivery
 
 statuses = st.sampled_from(STATUSES)
 uniforms = st.sampled_from([0.0, 0.5, 0.99])
@@ -46,9 +44,9 @@ class LaneMachine(RuleBasedStateMachine):
     def erase(self, i: int) -> None:
         self.world.erase(i)
 
-    @rule()
-    def proceed(self) -> None:
-        self.world.proceed()
+    @rule(gate=st.sampled_from([Gate.OPEN, Gate.OPEN, Gate.PROBE, Gate.SHUT]))
+    def proceed(self, gate: Gate) -> None:
+        self.world.proceed(gate)
 
     @precondition(lambda self: self.world.fetching is not None)
     @rule(rows=st.integers(1, 12))
@@ -56,9 +54,22 @@ class LaneMachine(RuleBasedStateMachine):
         self.world.fetched(rows)
 
     @precondition(lambda self: self.world.sending is not None)
-    @rule(status=statuses, received=st.booleans(), u=uniforms, after_s=st.sampled_from([0.1, 20.0]))
-    def answer(self, status: int | None, received: bool, u: float, after_s: float) -> None:
-        self.world.answer(status, received=received, u=u, after_s=after_s)
+    @rule(
+        status=statuses,
+        received=st.booleans(),
+        u=uniforms,
+        after_s=st.sampled_from([0.1, 20.0]),
+        blocks=st.booleans(),
+    )
+    def answer(
+        self, status: int | None, received: bool, u: float, after_s: float, blocks: bool
+    ) -> None:
+        self.world.answer(status, received=received, u=u, after_s=after_s, blocks=blocks)
+
+    @precondition(lambda self: self.world.sending is not None)
+    @rule()
+    def unsent(self) -> None:
+        self.world.unsent()
 
     @precondition(lambda self: self.world.pending)
     @rule(records=st.integers(1, 5))
@@ -73,9 +84,17 @@ class LaneMachine(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.world.tick(seconds)
 
+    @rule(count=st.integers(0, 20))
+    def cut(self, count: int) -> None:
+        self.world.cut(count)
+
     @rule()
-    def retry_now(self) -> None:
-        self.world.retry_now()
+    def unblock(self) -> None:
+        self.world.unblock()
+
+    @rule()
+    def end(self) -> None:
+        self.world.end()
 
     @rule(written=st.integers(0, 5), received=st.booleans(), skew_s=st.sampled_from([0, -3, 3]))
     def crash(self, written: int, received: bool, skew_s: float) -> None:
@@ -108,28 +127,6 @@ def test_random_histories(seed: int) -> None:
 
 # ------------------------------------------------------------- one at a time
 
-NOW = EPOCH_S
-OK = Answer.of(200, 0.1)
-BUSY = Answer.of(503, 0.1, headers=(("Retry-After", "7"),))
-NO = Answer.of(400, 0.1)
-
-
-def lane_with(*deliveries: Delivery | Gone) -> Lane:
-    """A new lane in its owner's hands, with these in its memory."""
-    lane = Lane(7, Progress(), (), len(deliveries), sent_through_batch=0)
-    assert lane.next(NOW) == Fetch(0, 0)
-    lane.fetched(deliveries)
-    return lane
-
-
-def attempt(lane: Lane, answer: Answer, now: float = NOW, **more: Any) -> tuple[Send, Record]:
-    """One attempt and its record, which is not written yet."""
-    send = lane.next(now)
-    assert isinstance(send, Send)
-    assert lane.next(now) is None
-    verdict = classify(answer, maybe_sent_before=send.maybe_sent_before)
-    return send, lane.answered(verdict, answer, POLICY, started_at=now, now=now, u=0.5, **more)
-
 
 def test_a_success_does_not_wait_for_the_disk() -> None:
     lane = lane_with(delivery(1), delivery(2))
@@ -144,21 +141,20 @@ def test_a_success_does_not_wait_for_the_disk() -> None:
     ]
     assert (lane.acked_seq, lane.committed_seq, lane.settled) == (2, 0, False)
     lane.recorded(record)
-    assert lane.checkpoint() == Progress(1, 1, 1)
+    assert lane.checkpoint() == Progress(1, 1, 1, success_at=NOW + 0.1)
 
 
 def test_a_failure_is_on_disk_before_anything_else_happens() -> None:
     lane = lane_with(delivery(1), delivery(2))
-    _, record = attempt(lane, BUSY, retry_after_s=7.0)
-    # Full jitter of 1 s, but the receiver asked for more.
-    assert record.progress == Progress(0, 0, 1, 1, 1, NOW, NOW + 7, summary(BUSY))
+    _, record = attempt(lane, BUSY)
+    assert record.progress == Progress(0, 0, 1, 1, 1, 1, NOW, NOW + 0.5, summary(BUSY))
     assert lane.next(NOW + 60) is None
     assert lane.checkpoint() == Progress()
     lane.recorded(record)
     assert lane.checkpoint() == record.progress
-    assert lane.next(NOW) == Wait(NOW + 7)
+    assert lane.next(NOW) == Wait(NOW + 0.5)
     assert lane.fetch() is None
-    send, _ = attempt(lane, OK, NOW + 7)
+    send, _ = attempt(lane, OK, NOW + 0.5)
     assert (send.delivery.seq, send.attempt, send.maybe_sent_before) == (1, 2, True)
 
 
@@ -168,7 +164,7 @@ def test_a_number_that_is_given_up_is_named_by_the_next() -> None:
     for seq in (2, 3):
         _, record = attempt(lane, NO)
         assert record.dead == DeadLetter(delivery(seq), "refused", 1, summary(NO))
-        assert record.progress == Progress(seq, 1, 1)
+        assert record.progress == Progress(seq, 1, 1, success_at=NOW)
         assert lane.next(NOW) is None
         lane.recorded(record)
     send, _ = attempt(lane, OK)
@@ -180,7 +176,7 @@ def test_a_budget_ends_by_an_answer() -> None:
     for n in range(1, POLICY.attempts_max):
         _, record = attempt(lane, BUSY, NOW + 4 * n)
         assert record.progress is not None
-        assert (record.dead, record.progress.attempts) == (None, n)
+        assert (record.dead, record.progress.attempts, record.progress.spent) == (None, n, n)
         lane.recorded(record)
     _, record = attempt(lane, BUSY, NOW + 1e6)
     assert record.dead is not None
@@ -197,17 +193,25 @@ def test_a_budget_ends_by_an_answer() -> None:
 def test_what_expires_is_given_up_at_once_and_unsent() -> None:
     ends_at = datetime.fromtimestamp(NOW + 3, UTC)
     lane = lane_with(delivery(1, expires_at=ends_at), delivery(2))
-    lane.recorded(attempt(lane, BUSY, retry_after_s=3600.0)[1])
-    # It must not hold up the lane for an hour.
-    assert lane.next(NOW + 1) == Wait(NOW + 3)
-    record = lane.next(NOW + 3)
+    lane.recorded(attempt(lane, BUSY)[1])
+    # A shut endpoint must not hold up what follows it.
+    assert lane.next(NOW + 1, Gate.SHUT) == Wait(NOW + 3)
+    record = lane.next(NOW + 3, Gate.SHUT)
     assert isinstance(record, Record)
     assert record.attempt is None
     assert record.dead is not None
     assert (record.dead.reason, record.dead.attempts) == ("expired", 1)
     assert lane.next(NOW + 3) is None
     lane.recorded(record)
+    assert lane.next(NOW + 3, Gate.SHUT) is None
     assert attempt(lane, OK)[0].previous_seq == 0
+
+
+def test_a_retry_waits_no_longer_than_its_event_is_worth() -> None:
+    ends_at = datetime.fromtimestamp(NOW + 0.25, UTC)
+    lane = lane_with(delivery(1, expires_at=ends_at))
+    lane.recorded(attempt(lane, BUSY)[1])
+    assert lane.next(NOW) == Wait(NOW + 0.25)
 
 
 def test_what_was_erased_keeps_its_place() -> None:
@@ -222,8 +226,9 @@ def test_what_was_erased_keeps_its_place() -> None:
 
 def test_who_takes_over_reads_checkpoint_and_tail() -> None:
     progress = Progress(4, 4, 2, head_seq=5, attempts=2, first_attempt_at=NOW, next_attempt_at=NOW)
-    lane = Lane(7, progress, [(6, 3), (5, 2)], last_seq=9, sent_through_batch=3)
-    assert lane.checkpoint() == Progress(6, 6, 3)
+    tail = [(6, 3, NOW + 2), (5, 2, NOW + 1)]
+    lane = Lane(7, progress, tail, last_seq=9, sent_through_batch=3)
+    assert lane.checkpoint() == Progress(6, 6, 3, success_at=NOW + 2)
     assert (lane.owed, lane.settled) == (3, True)
     assert lane.next(NOW) == Fetch(6, 3)
     lane.fetched([delivery(7, batch=3), delivery(8, batch=4)])
@@ -237,7 +242,8 @@ def test_who_takes_over_reads_checkpoint_and_tail() -> None:
 
 
 def test_a_stale_tail_is_sent_again_rather_than_skipped() -> None:
-    lane = Lane(7, Progress(4, 4, 2), [(6, 3), (4, 2), (3, 1)], last_seq=9, sent_through_batch=9)
+    tail = [(6, 3, NOW), (4, 2, NOW), (3, 1, NOW)]
+    lane = Lane(7, Progress(4, 4, 2), tail, last_seq=9, sent_through_batch=9)
     assert lane.acked_seq == 4
     assert lane.next(NOW) == Fetch(4, 2)
 

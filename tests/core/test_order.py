@@ -143,6 +143,69 @@ def test_a_replay_of_what_is_not_known_closes_nothing() -> None:
     assert list(book.lanes) == ["a"]
 
 
+def test_of_a_lane_that_ended_whole_only_its_last_number_is_kept() -> None:
+    book = OrderBook(from_start=True)
+    book.observe("a", 1, 0, "d1")
+    assert book.observe("a", 2, 1, "d2", lane_ends=True) == Observation(Kind.IN_ORDER)
+    assert list(book.lanes) == []
+    # Late copies are nothing new, whether or not it was known yet that they were the last.
+    for sequence in (1, 2):
+        assert book.observe("a", sequence, 0, f"d{sequence}") == Observation(Kind.DUPLICATE)
+    assert book.observe("a", 2, 1, "d2", lane_ends=True).kind is Kind.DUPLICATE
+    assert book.observe("b", 1, 0, "d1", ("a", 1)) == Observation(Kind.IN_ORDER)
+    assert book.observe("a", 2, 1, "other").kind is Kind.CONFLICT
+    with pytest.raises(ValueError, match="previous"):
+        book.observe("a", 2, 2, "d2")
+    assert list(book.lanes) == ["b"]
+    totals = book.totals()
+    assert (totals.missing, totals.gaps, totals.duplicates, totals.conflicts) == (0, 0, 3, 1)
+
+
+def test_a_copy_of_the_last_number_may_tell_that_it_is_the_last() -> None:
+    book = OrderBook()
+    book.observe("a", 1, 0, "d1")
+    assert book.observe("a", 1, 0, "d1", lane_ends=True) == Observation(Kind.DUPLICATE)
+    assert list(book.lanes) == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_nothing_follows_an_end_and_no_end_comes_before_what_is_there(whole: bool) -> None:
+    book = OrderBook()
+    book.observe("a", 1, 0, "d1")
+    book.observe("a", 3, 2 if whole else 1, "d3")
+    if whole:
+        book.observe("a", 2, 1, "d2")
+    assert book.observe("a", 1, 0, "d1", lane_ends=True).kind is Kind.CONFLICT
+    assert book.observe("a", 3, 1, "d3", lane_ends=True).kind is Kind.DUPLICATE
+    assert ("a" in book.lanes) is not whole
+    assert book.observe("a", 4, 3, "d4").kind is Kind.CONFLICT
+    assert book.observe("a", 1, 0, "d1", lane_ends=True).kind is Kind.CONFLICT
+    assert book.observe("a", 1, 0, "d1").kind is Kind.DUPLICATE
+    assert book.totals().conflicts == 3
+
+
+def test_the_holes_of_a_lane_that_ended_are_closed_by_replays_in_others() -> None:
+    book = OrderBook()
+    book.observe("a", 1, 0, "d1")
+    book.observe("a", 4, 1, "d4", lane_ends=True)
+    assert book.observe("b", 1, 0, "d2", ("a", 2)).closed is State.HOLE
+    assert list(book.lanes) == ["a", "b"]
+    assert book.totals().holes == 1
+    assert book.observe("b", 2, 1, "d3", ("a", 3)).closed is State.HOLE
+    assert list(book.lanes) == ["b"]
+    assert book.totals().holes == 0
+    assert book.observe("a", 3, 1, "d3").kind is Kind.DUPLICATE
+
+
+def test_what_a_lane_that_ended_misses_is_not_forgotten_with_it() -> None:
+    book = OrderBook()
+    book.observe("a", 1, 0, "d1")
+    book.observe("a", 3, 2, "d3", lane_ends=True)
+    assert book.totals().missing == 1
+    assert book.observe("a", 2, 1, "d2") == Observation(Kind.OLD, was=State.MISSING)
+    assert (list(book.lanes), book.totals().missing) == ([], 0)
+
+
 def test_totals() -> None:
     book = OrderBook()
     for sequence, previous in [(1, 0), (2, 1), (2, 1), (5, 4), (4, 3), (7, 5), (6, 5), (9, 7)]:
@@ -198,6 +261,31 @@ def test_the_lane_not_heard_of_for_longest_is_forgotten_but_stays_counted() -> N
     book.observe("d", 1, 0, "d1")
     assert list(book.lanes) == ["c", "d"]
     assert (book.totals().missing, book.totals().holes) == (1, 1)
+
+
+def test_lanes_that_come_and_go_take_no_room() -> None:
+    book = OrderBook(from_start=True, lanes_max=3)
+    book.observe("busy", 1, 0, "d")
+    for n in range(100):
+        book.observe(f"a-{n}", 1, 0, f"d{n}", lane_ends=True)
+    assert list(book.lanes) == ["busy"]
+    assert len(book._over) == 3
+    assert (book.totals().received, book.totals().missing) == (101, 0)
+
+
+def test_what_was_forgotten_of_a_lane_stays_counted_when_it_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(order, "RANGES_MAX", 2)
+    book = OrderBook(from_start=True)
+    for n in (2, 4, 6, 8):
+        book.observe("a", n, n - 1, f"d{n}")
+    checked = book.lanes["a"]
+    lost = checked.forgotten[State.MISSING]
+    assert (lost, book.totals().missing) == (3, 4)
+    book.observe("a", 8, 7, "d8", lane_ends=True)
+    book.observe("a", 7, 6, "d7")
+    assert (list(book.lanes), book.totals().missing) == ([], lost)
 
 
 # ------------------------------------------------- against a reference model
@@ -296,6 +384,12 @@ def test_a_sender_that_keeps_the_contract_is_never_accused(data: st.DataObject, 
             late, previous = data.draw(st.sampled_from(sent))
             # Sent before, and so at most one beyond what was received.
             book.observe("a", late, previous, f"d{late}")
+        ends = seq == n and data.draw(st.booleans())
+        if ends and fate != "given up":
+            # The sender tells when the number of lanes was changed meanwhile.
+            book.observe("a", seq, sent[-1][1], f"d{seq}", lane_ends=True)
+    for late, previous in data.draw(st.lists(st.sampled_from(sent), max_size=3)):
+        book.observe("a", late, previous, f"d{late}")
     totals = book.totals()
     assert (totals.missing, totals.gaps, totals.out_of_order, totals.conflicts) == (0, 0, 0, 0)
 

@@ -125,6 +125,21 @@ def test_the_independent_library_verifies_it_also_while_a_secret_rotates() -> No
         assert Webhook(format_secret(secret)).verify(body, headers)["data"] == {"total": 12.5}
 
 
+def test_the_last_delivery_of_a_lane_says_so_in_the_signed_body() -> None:
+    prepared = prepare(DELIVERY, 6, lane_ends=True)
+    headers = dict(prepared.attempt(1, NOW, [SECRET]))
+    assert orjson.loads(prepared.body)["lane_ends"] is True
+    assert b"lane_ends" not in prepare(DELIVERY, 6).body
+    assert not any("end" in name.lower() for name in headers)
+    verify({k.lower(): v for k, v in headers.items()}, prepared.body, [SECRET], NOW)
+
+
+def test_an_endpoints_own_headers_do_not_touch_ours() -> None:
+    ours = dict(prepare(replace(DELIVERY, headers=None), 6).headers)
+    prepared = prepare(DELIVERY, 6, endpoint_headers=(("X-Env", "a"), ("Traceparent", "old")))
+    assert dict(prepared.headers) == ours | {"X-Env": "a"} | orjson.loads(DELIVERY.headers or "")
+
+
 def test_attempts_differ_in_number_time_and_signature_only() -> None:
     prepared = prepare(DELIVERY, 6)
     first = dict(prepared.attempt(1, NOW, [SECRET]))

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core.retry import STANDARD, RetryPolicy
+from outbox.core import duration
+from outbox.core.retry import PRESETS, STANDARD, RetryPolicy, describe, parse, values_of
 from outbox.errors import UsageError
 
 uniforms = st.floats(0, 1, exclude_max=True)
@@ -112,22 +113,22 @@ def test_what_is_left_out_is_standard() -> None:
 @pytest.mark.parametrize(
     ("numbers", "named"),
     [
-        ({"base_s": -1}, "base_s"),
-        ({"base_s": math.nan}, "base_s"),
-        ({"base_s": "5"}, "base_s"),
-        ({"base_s": True}, "base_s"),
-        ({"factor": 0.5}, "factor"),
-        ({"factor": math.inf}, "factor"),
-        ({"base_s": 10, "cap_s": 5}, "cap_s"),
-        ({"cap_s": 1e12}, "cap_s"),
-        ({"jitter": "some"}, "jitter"),
-        ({"jitter": []}, "jitter"),
-        ({"jitter_ratio": 1.5}, "jitter_ratio"),
-        ({"attempts_max": 0}, "attempts_max"),
-        ({"attempts_max": 2.5}, "attempts_max"),
-        ({"attempts_max": True}, "attempts_max"),
-        ({"age_max_s": -1}, "age_max_s"),
-        ({"attempts": 3}, "attempts"),
+        ({"base_s": -1}, r"retry\.base: "),
+        ({"base_s": math.nan}, r"retry\.base: "),
+        ({"base_s": "5"}, r"retry\.base: "),
+        ({"base_s": True}, r"retry\.base: "),
+        ({"factor": 0.5}, r"retry\.factor: "),
+        ({"factor": math.inf}, r"retry\.factor: "),
+        ({"base_s": 10, "cap_s": 5}, r"retry\.cap: "),
+        ({"cap_s": 1e12}, r"retry\.cap: "),
+        ({"jitter": "some"}, r"retry\.jitter: "),
+        ({"jitter": []}, r"retry\.jitter: "),
+        ({"jitter_ratio": 1.5}, r"retry\.ratio: "),
+        ({"attempts_max": 0}, r"retry\.attempts: "),
+        ({"attempts_max": 2.5}, r"retry\.attempts: "),
+        ({"attempts_max": True}, r"retry\.attempts: "),
+        ({"age_max_s": -1}, r"retry\.age: "),
+        ({"attempts": 3}, "there is no 'attempts'"),
     ],
 )
 def test_bad_numbers_are_refused_in_one_line_that_names_them(
@@ -142,3 +143,89 @@ def test_bad_numbers_are_refused_in_one_line_that_names_them(
 def test_a_delay_is_only_asked_for_after_an_attempt(attempts: int, u: float) -> None:
     with pytest.raises(ValueError, match=r"attempt|u must"):
         STANDARD.delay_s(attempts, u)
+
+
+# ------------------------------------------------------- as people write them
+
+
+def test_a_policy_is_a_preset_values_or_a_preset_with_changes() -> None:
+    assert parse("standard") == STANDARD
+    assert parse("plane") == RetryPolicy(
+        base_s=300, factor=2, jitter="proportional", jitter_ratio=0.15, attempts_max=6
+    )
+    assert parse("plane, attempts=8") == RetryPolicy(
+        base_s=300, factor=2, jitter="proportional", jitter_ratio=0.15, attempts_max=8
+    )
+    assert parse("base=1.5s,factor=2,cap=1h,jitter=none,ratio=0.5,attempts=3,age=2d") == (
+        RetryPolicy(
+            base_s=1.5,
+            factor=2,
+            cap_s=3600,
+            jitter="none",
+            jitter_ratio=0.5,
+            attempts_max=3,
+            age_max_s=172800,
+        )
+    )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_described_by_its_name(name: str) -> None:
+    assert describe(PRESETS[name]) == name
+    assert parse(values_of(PRESETS[name])) == RetryPolicy.from_dict(
+        PRESETS[name].to_dict() | {"jitter_ratio": PRESETS[name].jitter_ratio}
+    )
+
+
+@given(policies)
+def test_a_description_says_the_same_numbers(policy: RetryPolicy) -> None:
+    again = parse(describe(policy))
+    assert again.factor == policy.factor
+    assert (again.jitter, again.attempts_max) == (policy.jitter, policy.attempts_max)
+    assert again.base_s == pytest.approx(policy.base_s, abs=1e-6)
+    assert again.age_max_s == pytest.approx(policy.age_max_s, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", 'there is no policy ""; there are standard, fast, patient, plane'),
+        ("slow", 'there is no policy "slow"'),
+        ("base=5s,plane", '"plane" is not one of base, factor'),
+        ("base=", '"base=" is not one of'),
+        ("base=5s,base=6s", "retry.base: stands there twice"),
+        ("bas=5s", 'there is no "bas"; a policy has base, factor, cap, jitter'),
+        ("base=5x", 'retry.base: "5x" is not a time such as 30s'),
+        ("factor=two", 'retry.factor: "two" is not a number'),
+        ("attempts=2.5", 'retry.attempts: "2.5" is not a number'),
+        ("factor=nan", "retry.factor: must be between 1 and 100"),
+        ("base=2h,cap=1h", "retry.cap: must be between 2h and 30d, not 3600.0"),
+        ("jitter=some", "retry.jitter: must be one of full, proportional, none"),
+    ],
+)
+def test_a_policy_that_is_none(text: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "exact", "rounded"),
+    [
+        (0, "0s", "0s"),
+        (0.02, "0.02s", "0s"),
+        (2.5, "2.5s", "2.5s"),
+        (9.96, "9.96s", "10s"),
+        (59.7, "59.7s", "1m"),
+        (90, "90s", "1m 30s"),
+        (3599.8, "3599.8s", "1h"),
+        (86400, "24h", "1d"),
+        (259200, "3d", "3d"),
+        (86399, "86399s", "1d"),
+    ],
+)
+def test_durations_are_read_back_and_rounded(seconds: float, exact: str, rounded: str) -> None:
+    assert duration.exact(seconds) == exact
+    assert duration.parse(exact) == seconds
+    assert duration.rounded(seconds) == rounded

@@ -42,6 +42,7 @@ def routes(draw: st.DrawFn) -> list[Route]:
                 tenant=tenant,
                 all_tenants=tenant is None and draw(st.booleans()),
                 lane_ids=tuple(10 * n + slot for slot in range(lanes)),
+                filter=draw(st.sampled_from([None, "@.even", "@.third"])),
             )
         )
     return made
@@ -179,6 +180,42 @@ def test_forgetting_matches_changes_nothing(
             assert len(router._matches) <= matches_max
 
 
+# ------------------------------------------------------------------ filters
+
+MEETS = {None: lambda _: True, "@.even": lambda n: n % 2 == 0, "@.third": lambda n: n % 3 == 0}
+
+
+@given(routes(), batches(), st.sets(st.sampled_from(["@.even", "@.third"])))
+def test_a_filter_is_asked_about_what_else_would_go_to_its_endpoint_and_then_decides(
+    made: list[Route], read: list[list[Sighting]], unanswered: set[str]
+) -> None:
+    router = Router(made)
+    for batch in read:
+        wanted = {
+            (event.id, route) for event in batch for route in made if subscribes(route, event)
+        }
+        questions = router.questions(batch)
+        assert {(text, event) for text, ids in questions.items() for event in ids} == {
+            (route.filter, event) for event, route in wanted if route.filter is not None
+        }
+        assert all(ids == sorted(set(ids)) for ids in questions.values())
+        refused = {
+            text: {event for event in ids if not MEETS[text](event)}
+            for text, ids in questions.items()
+            if text not in unanswered
+        }
+        lanes = router.lanes_of(batch, refused)
+        out = number(router, batch, [], dict.fromkeys(lanes, 0), refused)
+        assert lanes == set(out.lane_ids)
+        got = {(e, lane // 10) for lane, e in zip(out.lane_ids, out.outbox_ids, strict=True)}
+        # What was not answered counts as met.
+        assert got == {
+            (event, route.endpoint_id.int)
+            for event, route in wanted
+            if route.filter in unanswered or MEETS[route.filter](event)
+        }
+
+
 # ------------------------------------------------------------------ cutting
 
 
@@ -216,11 +253,15 @@ def test_replays_come_at_the_end_of_their_lane(
 ) -> None:
     router = Router(made)
     batch = [event for part in read for event in part]
-    replays = [Replay(id=500 + n, lane_id=10 * slot, outbox_id=n) for n, slot in enumerate(slots)]
+    replays = [
+        Replay(id=500 + n, lane_id=10 * slot, outbox_id=n, seq=70 + n)
+        for n, slot in enumerate(slots)
+    ]
     counters = dict.fromkeys(router.lanes_of(batch) | {r.lane_id for r in replays}, 7)
     out = number(router, batch, replays, counters)
     fresh = len(out) - len(replays)
     assert out.replay_ids == [None] * fresh + [r.id for r in replays]
+    assert out.replay_seqs == [None] * fresh + [r.seq for r in replays]
     assert out.lane_ids[fresh:] == [r.lane_id for r in replays]
     assert out.outbox_ids[fresh:] == [r.outbox_id for r in replays]
     for lane in counters:

@@ -123,6 +123,8 @@ UNFIT = {
 async def test_an_unfit_sequence_is_refused_at_the_start(
     unfit: str, fit: str, database: Database
 ) -> None:
+    if unfit == "SET UNLOGGED" and database.major < 15:
+        pytest.skip("before PostgreSQL 15 no sequence is unlogged")
     connection = await session(database)
     _, store = REAL.build(connection, settings(database))
     await connection.execute(f"ALTER SEQUENCE outbox_id_seq {unfit}")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.steps import AttemptRow, Progress, Record
+from outbox.core.steps import AttemptRow, DeadRange, Progress, Record
+from outbox.store.endpoint_changes import LOCK_EPOCH
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import add_endpoint, fetchval
@@ -49,7 +50,7 @@ def success(lane_id: int, seq: int) -> Record:
 
 def failure(lane_id: int, seq: int) -> Record:
     row = AttemptRow(1, seq, 1, "retry", 500, None, 1.0, 0.1)
-    return Record(lane_id, seq, row, Progress(seq - 1, seq - 1, 1, seq, 1, 1.0, 2.0, {}))
+    return Record(lane_id, seq, row, Progress(seq - 1, seq - 1, 1, seq, 1, 1, 1.0, 2.0, {}))
 
 
 async def _endpoint(database: Database) -> tuple[UUID, int]:
@@ -161,3 +162,61 @@ async def test_an_endpoint_belongs_to_one_replica_at_a_time(database: Database) 
     one, two = await Replica(database).start(), await Replica(database).start()
     got = await asyncio.gather(one.claim(endpoint_id), two.claim(endpoint_id))
     assert sorted(got) == [0, 1]
+
+
+@pytest.mark.parametrize("move", ["claim", "release", "bury"])
+async def test_a_move_and_a_change_of_the_same_endpoints_wait_for_each_other_in_one_order(
+    database: Database, move: str
+) -> None:
+    first = (await add_endpoint(database, "first")).id
+    second, n = first, 0
+    while second >= first:
+        second, n = (await add_endpoint(database, f"second{n}")).id, n + 1
+    replica, other = await Replica(database).start(), await Replica(database).start()
+    if move != "claim":
+        assert len(await replica.replicas.claim(replica.id, [first, second], "test")) == 2
+    operator = await database.connect(**SESSION)
+    async with operator.transaction():
+        await operator.fetchval(LOCK_EPOCH, second)
+        moving = asyncio.create_task(_move(move, replica, other, [first, second]))
+        await until(lambda: fetchval(database, WAITING), 10, "the other one to wait")
+        await operator.fetchval(LOCK_EPOCH, first)
+    await moving
+    owners = "SELECT count(*) FROM ownership WHERE replica_id = $1"
+    assert await fetchval(database, owners, replica.id) == (2 if move == "claim" else 0)
+
+
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+
+
+async def _move(move: str, replica: Replica, other: Replica, endpoint_ids: list[UUID]) -> None:
+    if move == "claim":
+        await replica.replicas.claim(replica.id, endpoint_ids, "test")
+    elif move == "release":
+        await replica.replicas.release(replica.id, endpoint_ids, "test", "moved")
+    else:
+        assert await other.replicas.bury(replica.id, "test", 10.0)
+
+
+async def test_nobody_waits_for_an_operator_who_decides_about_a_range(database: Database) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    owner = await Replica(database).start()
+    epoch = await owner.claim(endpoint_id)
+
+    async def cut(seq: int, to_seq: int) -> None:
+        dead = DeadRange(1, seq, to_seq, "backlog", 0, None)
+        record = Record(lane, to_seq, None, Progress(to_seq, 0, 1), dead)
+        async with asyncio.timeout(10):
+            await owner.records.write([record], [epoch])
+
+    await cut(1, 2)
+    await cut(3, 4)
+    async with database.connection(**SESSION) as operator:
+        transaction = operator.transaction()
+        await transaction.start()
+        await operator.execute("SELECT FROM dead_letter FOR UPDATE")
+        await cut(5, 6)
+        await transaction.rollback()
+    await cut(7, 8)
+    ranges = "SELECT string_agg(seq || '-' || to_seq, ' ' ORDER BY seq) FROM dead_letter"
+    assert await fetchval(database, ranges) == "1-4 5-8"

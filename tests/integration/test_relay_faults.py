@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core.endpoint import EndpointSettings
 from outbox.core.lane import Lane
 from outbox.core.steps import AttemptRow, Progress, Record
 from outbox.relay.dispatcher import Dispatcher
 from outbox.relay.recorder import Recorder
-from outbox.store import dead, endpoints
+from outbox.store import endpoint_changes, endpoint_removal, replays
 from outbox.store.changes import change
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
@@ -53,9 +54,9 @@ async def _change(database: Database, sql: str, *arguments: Any) -> None:
         await connection.execute(sql, *arguments)
 
 
-async def _remove(database: Database, name: str) -> endpoints.Removal:
+async def _remove(database: Database, name: str) -> endpoint_removal.Removal:
     async with database.connection(**SESSION) as connection:
-        return await endpoints.remove(connection, "relay", name=name, actor="test", give_up=True)
+        return await endpoint_removal.remove(connection, "relay", name, actor="test", give_up=True)
 
 
 def _to(sent: Sent) -> str:
@@ -281,7 +282,7 @@ async def _is(database: Database, sql: str, wanted: object) -> bool:
 
 async def _replay(database: Database) -> None:
     async with database.connection(**SESSION) as connection:
-        await dead.replay(connection, "relay", dead.Selection(everything=True), actor="test")
+        await replays.replay(connection, "relay", replays.Selection(everything=True), actor="test")
 
 
 async def test_a_replay_that_dies_again_can_be_replayed_again(database: Database) -> None:
@@ -334,7 +335,7 @@ async def test_a_removal_ends_a_replay_that_is_waiting_or_under_way(database: Da
         "(2,2,replaying,refused)",
         "(3,4,dead,removed)",
     ]
-    assert await fetchval(database, "SELECT count(*) FROM replay WHERE batch IS NULL") == 0
+    assert await fetchval(database, "SELECT count(*) FROM replay WHERE next_seq <= to_seq") == 0
     assert await exceptions(database) == {}
 
 
@@ -412,7 +413,7 @@ async def test_nobody_who_gives_up_waiting_disturbs_a_lane(database: Database) -
     lane = replica.lane
     recorder = Recorder(store, 0.0, lambda: 60.0, lambda: [(lane, replica.epoch)])
     row = AttemptRow(1, 1, 1, "retry", 503, None, 1.0, 0.001)
-    record = Record(lane.id, 1, row, Progress(0, 0, 1, 1, 1, 1.0, 2.0, {}))
+    record = Record(lane.id, 1, row, Progress(0, 0, 1, 1, 1, 1, 1.0, 2.0, {}))
     writing = asyncio.create_task(recorder.write(lane, replica.epoch, record))
     impatient = asyncio.create_task(recorder.flushed())
     await asyncio.sleep(0)
@@ -578,7 +579,8 @@ async def test_a_database_that_commits_without_the_disk_is_made_to_wait_for_it(
         for setting in ("default_transaction_read_only", "statement_timeout", "lock_timeout"):
             await connection.execute(f"SET {setting} = 0")
         await connection.execute("SET idle_session_timeout = 0")
-        await endpoints.add(connection, "relay", name="e", url="http://r.test/e", actor="test")
+        settings = EndpointSettings(name="e", url="http://r.test/e")
+        await endpoint_changes.add(connection, "relay", settings, actor="test")
         async with running(database, network):
             for n in range(30):
                 await connection.execute(

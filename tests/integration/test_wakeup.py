@@ -241,10 +241,15 @@ async def _produce_and_wait(database: Database, rng: random.Random, rounds: int)
         await until(heard, SOON_S, f"event {own_id} to be heard of")
 
 
-async def test_replicas_hear_of_everything(database: Database, rng: random.Random) -> None:
-    async with sleeper(database), sleeper(database), asyncio.TaskGroup() as producing:
+@pytest.mark.parametrize("busy_events", [1, 4])
+async def test_replicas_hear_of_everything(
+    database: Database, rng: random.Random, busy_events: int
+) -> None:
+    one = sleeper(database, busy_events=busy_events)
+    other = sleeper(database, busy_events=busy_events)
+    async with one, other, asyncio.TaskGroup() as producing:
         for _ in range(4):
-            producing.create_task(_produce_and_wait(database, random.Random(rng.random()), 10))
+            producing.create_task(_produce_and_wait(database, random.Random(rng.random()), 8))
 
 
 async def test_a_replica_that_dies_awake_is_replaced_at_the_next_look(

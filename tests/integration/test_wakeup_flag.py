@@ -223,6 +223,44 @@ async def test_a_steady_load_changes_the_flag_rarely(database: Database) -> None
     assert changes <= 2 * (commits + 1) + 1
 
 
+async def test_a_trickle_leaves_the_flag_as_it_is(database: Database) -> None:
+    """Being woken for each of a few events is quicker than looking for them."""
+    producer = await database.connect()
+    async with sleeper(database, busy_events=100) as relay:
+        await relay.asleep()
+        before = dict(relay.store.flags)
+        for _ in range(5):
+            await relay.sequenced(await producer.fetchval(INSERT))
+        assert relay.store.flags == before
+
+
+async def test_a_busy_relay_is_not_notified(database: Database) -> None:
+    producer = await database.connect()
+    async with sleeper(database, busy_events=2) as relay:
+        await relay.asleep()
+
+        async def awake() -> bool:
+            await relay.sequenced(await producer.fetchval(INSERT))
+            return await producer.fetchval(FLAG) == AWAKE
+
+        await until(awake)
+
+
+@pytest.mark.parametrize("point", ["before the read", "after the read"])
+async def test_what_commits_during_a_batch_that_does_not_wake_is_heard(
+    database: Database, point: str
+) -> None:
+    producer, waker = await database.connect(), await database.connect()
+    async with sleeper(database, busy_events=100) as relay:
+        await relay.asleep()
+        await producer.execute("BEGIN")
+        late = await producer.fetchval(INSERT)
+        relay.store.in_next_batch(point, lambda: producer.execute("COMMIT"))
+        await relay.sequenced(await waker.fetchval(INSERT))
+        await relay.sequenced(late)
+        assert await producer.fetchval(FLAG) != AWAKE
+
+
 # ------------------------------------------------------------ polling alone
 
 

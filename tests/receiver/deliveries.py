@@ -9,7 +9,7 @@ from uuid import UUID
 
 from multidict import CIMultiDict
 
-from outbox.core.request import Delivery, build
+from outbox.core.request import Delivery, prepare
 from outbox.transport.port import Request
 
 ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
@@ -44,16 +44,12 @@ def signed(
     attempt: int = 1,
     secret: bytes = SECRET,
     timestamp: int | None = None,
+    lane_ends: bool = False,
 ) -> tuple[CIMultiDict[str], bytes]:
     """Headers and body of an attempt; `previous` is the number before by default."""
-    headers, body = build(
-        which,
-        previous_seq=which.seq - 1 if previous is None else previous,
-        attempt=attempt,
-        timestamp=int(time.time()) if timestamp is None else timestamp,
-        secrets=[secret],
-    )
-    return CIMultiDict(headers), body
+    prepared = prepare(which, which.seq - 1 if previous is None else previous, lane_ends=lane_ends)
+    at = int(time.time()) if timestamp is None else timestamp
+    return CIMultiDict(prepared.attempt(attempt, at, [secret])), prepared.body
 
 
 def request(url: str, which: Delivery, **attempt: Any) -> Request:

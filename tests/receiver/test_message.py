@@ -35,6 +35,11 @@ def test_absent_values_are_none() -> None:
     assert (message.tenant, message.key, message.replay_of) == (None, None, None)
 
 
+def test_the_last_delivery_of_a_lane_says_so() -> None:
+    assert not parse(HEADERS, BODY).lane_ends
+    assert parse(*signed(delivery(3), lane_ends=True)).lane_ends
+
+
 def test_without_a_signature_the_numbers_are_checked_all_the_same() -> None:
     bare = {name: value for name, value in HEADERS.items() if not name.startswith("webhook-")}
     assert parse(CIMultiDict(bare), BODY).sequence == 3
@@ -83,6 +88,8 @@ def test_headers_that_say_something_else_are_refused(
         ({"sequence": 1}, "follow"),
         ({"previous_sequence": -1}, "follow"),
         ({"replay_of": 3}, '"replay_of"'),
+        ({"lane_ends": 1}, '"lane_ends" is not true or false'),
+        ({"lane_ends": None}, '"lane_ends"'),
         ({"replay_of": {"lane": "x"}}, '"sequence"'),
     ],
 )

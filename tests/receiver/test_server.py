@@ -116,6 +116,23 @@ async def test_a_replay_of_what_is_here_closes_its_hole_and_is_dropped(
     assert receiver.totals().good
 
 
+async def test_a_lane_that_ended_is_forgotten_and_its_late_copies_are_known(
+    transport: AiohttpTransport,
+) -> None:
+    receiver = Receiver([SECRET], from_start=True)
+    async with receiver.serve() as url:
+        await transport.send(request(url, delivery(1)))
+        await transport.send(request(url, delivery(2), lane_ends=True))
+        assert receiver.order.lanes == {}
+        # Its answer was lost.
+        again = await transport.send(request(url, delivery(2), lane_ends=True, attempt=2))
+        await transport.send(request(url, delivery(1, lane="a-2-0", outbox_id=3)))
+    assert again.status == 200
+    assert list(receiver.order.lanes) == ["a-2-0"]
+    totals = receiver.totals()
+    assert (totals.accepted, totals.duplicates, totals.good) == (3, 1, True)
+
+
 async def test_what_was_seen_longest_ago_is_forgotten(transport: AiohttpTransport) -> None:
     receiver = Receiver([SECRET], seen_max=2)
     async with receiver.serve() as url:

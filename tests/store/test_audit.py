@@ -45,11 +45,33 @@ DAMAGE = {
         "UPDATE subscription SET types = '{other.**}'",
         {"real"},
     ),
+    "a delivery of an event that does not meet the filter": (
+        "UPDATE subscription SET filter = '@ < 5'",
+        {"real"},
+    ),
+    "a delivery of an event that meets the filter is missing": (
+        """WITH alone AS (DELETE FROM delivery WHERE seq = 6),
+                fewer AS (UPDATE lane_counter SET last_seq = 5),
+                less AS (UPDATE lane_progress SET acked_seq = 5)
+           UPDATE subscription SET filter = '@ >= 0'""",
+        {"complete"},
+    ),
     "an event has two numbers": (
         """WITH more AS (INSERT INTO delivery SELECT lane_id, batch + 1, 7, outbox_id
                            FROM delivery WHERE seq = 6)
            UPDATE lane_counter SET last_seq = 7""",
         {"once"},
+    ),
+    "a number was taken for a replay and has no delivery": (
+        """INSERT INTO replay (dead_id, next_seq, next_batch, to_seq)
+           SELECT id, 6, 1, 5 FROM dead_letter""",
+        {"replayed"},
+    ),
+    "a replay is of another event": (
+        """WITH asked AS (INSERT INTO replay (dead_id, next_seq, next_batch, to_seq)
+                          SELECT id, 6, 1, 5 FROM dead_letter RETURNING id)
+           UPDATE delivery d SET replay_id = asked.id, replay_seq = 5 FROM asked WHERE d.seq = 6""",
+        {"replayed", "complete"},
     ),
     "a number was passed without an outcome": (
         "DELETE FROM attempt WHERE seq = 1",

@@ -8,8 +8,8 @@ import orjson
 import pytest
 
 from outbox.errors import NotFound, UsageError
-from outbox.store import dead, endpoints
-from outbox.store.dead import Selection
+from outbox.store import dead, endpoint_removal, replays
+from outbox.store.replays import Selection
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -48,7 +48,7 @@ async def bury(
             """
             INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, outbox_id, event_id,
                    type, payload, reason, attempts, last_answer)
-            SELECT $1, min(id), 0, $2::bigint, $3::bigint, $2,
+            SELECT $1, min(id), 0, $2::bigint, $3::bigint, CASE WHEN $2 = $3 THEN $2 END,
                    CASE WHEN $2 = $3 THEN gen_random_uuid() END,
                    CASE WHEN $2 = $3 THEN 'a.b' END, CASE WHEN $2 = $3 THEN '{}'::jsonb END,
                    'refused', 1, '{"status": 410}'
@@ -87,7 +87,7 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
         assert letter.replays == ()
 
         network.script = lambda _: OK
-        outcome = await dead.replay(db, "relay", Selection(ids=(row.id,)), actor="ann@desk")
+        outcome = await replays.replay(db, "relay", Selection(ids=(row.id,)), actor="ann@desk")
         assert (outcome.done, outcome.skipped) == (1, {})
         await until(lambda: network.data() == [{"n": 1}, {"n": 3}, {"n": 2}])
         await all_ended(database)
@@ -99,7 +99,7 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
     assert await ids(db) == []
     assert await ids(db, states=("replaying",)) == []
     assert await ids(db, states=("replayed",)) == [row.id]
-    for refused in (dead.replay, dead.discard):
+    for refused in (replays.replay, replays.discard):
         with pytest.raises(
             UsageError,
             match=f"{row.id} was sent again as number 4; see: outbox dead show {row.id}",
@@ -124,14 +124,17 @@ async def test_what_became_of_a_replay(database: Database, db: Connection[Any], 
         assert letter.row == row
         return row.state, row.again
 
-    await dead.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
     assert await state() == ("replaying", None)
-    await db.execute("UPDATE replay SET batch = 1, lane_id = (SELECT min(id) FROM lane), seq = 5")
+    await db.execute(
+        "INSERT INTO delivery SELECT min(lane.id), 1, 5, 1, min(replay.id), 1 FROM lane, replay;"
+        "UPDATE replay SET next_seq = 2"
+    )
     assert await state() == ("replaying", None)
     # An acknowledgement that no checkpoint has taken up yet.
     await db.execute(
         "INSERT INTO attempt SELECT lane_id, batch, seq, 1, 1, 'delivered', 204, NULL, now(), 1 "
-        "FROM replay"
+        "FROM delivery"
     )
     assert await state() == ("replayed", None)
     await db.execute("DELETE FROM attempt")
@@ -142,7 +145,7 @@ async def test_what_became_of_a_replay(database: Database, db: Connection[Any], 
     (second,) = await ids(db)
     assert await state() == ("dead_again", second)
     with pytest.raises(UsageError, match=f"dead again as {second}; see: outbox dead show {second}"):
-        await dead.replay(db, "relay", Selection(ids=(first,)), actor="test")
+        await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
 
 
 async def test_a_selection_is_one_thing() -> None:
@@ -168,7 +171,7 @@ async def test_pages_and_filters(database: Database, db: Connection[Any]) -> Non
     assert await ids(db, endpoint="two") == everything[3:]
     with pytest.raises(NotFound, match='there is no endpoint "tow"; did you mean "two"'):
         await ids(db, endpoint="tow")
-    await dead.discard(db, "relay", Selection(ids=(everything[0],)), actor="test")
+    await replays.discard(db, "relay", Selection(ids=(everything[0],)), actor="test")
     assert await ids(db) == everything[1:]
     assert await ids(db, states=dead.STATES) == everything
 
@@ -181,51 +184,60 @@ async def test_a_sweep_passes_over_what_cannot_be_sent_again(
     await bury(db, one.id, 10, to=19)
     await bury(db, gone.id, 1)
     await db.execute("UPDATE dead_letter SET payload = NULL, event_id = NULL WHERE seq = 3")
-    await endpoints.remove(db, "relay", name="gone", actor="test")
-    outcome = await dead.replay(db, "relay", ALL, actor="test")
-    assert (outcome.done, outcome.skipped) == (2, {"erased": 1, "range": 1, "removed": 1})
-    assert await db.fetchval("SELECT count(*) FROM replay WHERE batch IS NULL") == 2
+    off = await add_endpoint(database, "off")
+    await bury(db, off.id, 1, 2)
+    await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", off.id)
+    await endpoint_removal.remove(db, "relay", name="gone", actor="test")
+    outcome = await replays.replay(db, "relay", ALL, actor="test")
+    assert (outcome.done, outcome.skipped) == (3, {"erased": 1, "disabled": 2, "removed": 1})
+    sql = "SELECT array_agg((next_seq, next_batch, to_seq)::text ORDER BY id) FROM replay"
+    assert await db.fetchval(sql) == ["(1,0,1)", "(2,0,2)", "(10,0,19)"]
     # What is replaying already is not looked at again.
-    assert (await dead.replay(db, "relay", ALL, actor="test")).done == 0
+    assert (await replays.replay(db, "relay", ALL, actor="test")).done == 0
     data = await db.fetchval("SELECT data FROM journal WHERE kind = 'dead_replayed'")
-    assert len(orjson.loads(data)["dead"]) == 2
+    assert len(orjson.loads(data)["dead"]) == 3
 
 
 async def test_an_endpoint_is_a_selection(database: Database, db: Connection[Any]) -> None:
     one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
     await bury(db, one.id, 1, 2)
     await bury(db, two.id, 1)
-    outcome = await dead.replay(db, "relay", Selection(endpoint="one"), actor="test")
+    outcome = await replays.replay(db, "relay", Selection(endpoint="one"), actor="test")
     assert outcome.done == 2
     assert len(await ids(db)) == 1
 
 
 async def test_what_is_named_must_be_possible(database: Database, db: Connection[Any]) -> None:
-    one, gone = await add_endpoint(database, "one"), await add_endpoint(database, "gone")
+    one, off, gone = [await add_endpoint(database, name) for name in ("one", "it is off", "gone")]
     await bury(db, one.id, 1, 2, 3)
-    await bury(db, one.id, 10, to=19)
+    await bury(db, off.id, 10, to=19)
     await bury(db, gone.id, 1)
-    await endpoints.remove(db, "relay", name="gone", actor="test")
-    first, second, third, whole, removed = await ids(db)
+    await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", off.id)
+    await endpoint_removal.remove(db, "relay", name="gone", actor="test")
+    first, second, third, disabled, removed = await ids(db)
     await db.execute("UPDATE dead_letter SET payload = NULL WHERE id = $1", third)
-    await dead.discard(db, "relay", Selection(ids=(second,)), actor="test")
+    await replays.discard(db, "relay", Selection(ids=(second,)), actor="test")
     for dead_id, says in (
         (second, "was discarded"),
         (third, "has no event any more"),
-        (whole, "stands for the numbers 10 to 19 of its lane; a range cannot be sent again"),
+        (
+            disabled,
+            'belongs to the endpoint "it is off", which is disabled; '
+            "enable it first: outbox endpoint enable 'it is off'",
+        ),
         (removed, 'belongs to the endpoint "gone", which was removed'),
     ):
         # All or none: the good one beside it is left alone, too.
         with pytest.raises(UsageError, match=f"dead letter {dead_id} {says}"):
-            await dead.replay(db, "relay", Selection(ids=(first, dead_id)), actor="test")
+            await replays.replay(db, "relay", Selection(ids=(first, dead_id)), actor="test")
     with pytest.raises(NotFound, match="there is no dead letter 99; see: outbox dead list"):
-        await dead.replay(db, "relay", Selection(ids=(first, 99)), actor="test")
+        await replays.replay(db, "relay", Selection(ids=(first, 99)), actor="test")
     assert await db.fetchval("SELECT count(*) FROM replay") == 0
-    await dead.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
     with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
-        await dead.replay(db, "relay", Selection(ids=(first,)), actor="test")
+        await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
     with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
-        await dead.discard(db, "relay", Selection(ids=(first,)), actor="test")
+        await replays.discard(db, "relay", Selection(ids=(first,)), actor="test")
 
 
 async def test_discarding_is_journalled(database: Database, db: Connection[Any]) -> None:
@@ -233,11 +245,30 @@ async def test_discarding_is_journalled(database: Database, db: Connection[Any])
     await bury(db, one.id, 1)
     await bury(db, one.id, 10, to=19)
     both = await ids(db)
-    outcome = await dead.discard(db, "relay", ALL, actor="ann@desk", reason="the customer left")
+    outcome = await replays.discard(db, "relay", ALL, actor="ann@desk", reason="the customer left")
     assert (outcome.done, outcome.skipped) == (2, {})
     row = await db.fetchrow("SELECT actor, endpoint_id, data FROM journal ORDER BY id DESC LIMIT 1")
     assert (row["actor"], row["endpoint_id"]) == ("ann@desk", one.id)
     assert orjson.loads(row["data"]) == {"reason": "the customer left", "dead": both}
+
+
+@pytest.mark.parametrize("decide", [replays.replay, replays.discard])
+async def test_a_decision_frees_the_lane_that_waits_for_it(
+    database: Database, db: Connection[Any], decide: Any
+) -> None:
+    one = await add_endpoint(database, "one", lanes=2)
+    await bury(db, one.id, 1, 2)
+    await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 2 FROM lane")
+    first, second = await ids(db)
+    version = await db.fetchval("SELECT version FROM cursor")
+    await decide(db, "relay", Selection(ids=(first,)), actor="test")
+    assert await db.fetchval("SELECT count(*) FROM lane_block") == 2
+    await decide(db, "relay", Selection(ids=(second,)), actor="test")
+    # The other lane waits for another letter of the same number.
+    assert await db.fetchval("SELECT array_agg(lane_id) = ARRAY[max(l.id)] FROM lane_block, "
+                             "(SELECT max(id) AS id FROM lane) l")  # fmt: skip
+    # Its owner looks at what a higher version tells it.
+    assert await db.fetchval("SELECT version FROM cursor") == version + 2
 
 
 async def test_there_is_no_such_dead_letter(db: Connection[Any]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.errors import SchemaMissing
 from outbox.store import status
-from tests.support.relay import BUSY, OK, Network, add_endpoint, publish, running
+from tests.support.relay import BUSY, OK, Network, add_endpoint, all_ended, publish, running
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -95,6 +95,41 @@ async def test_gaps_and_dead_letters(database: Database, db: Connection[Any]) ->
     assert (seen.gaps, seen.gap_ids) == (3, 14)
     assert seen.dead_letters == {"dead": 1, "discarded": 2}
     assert seen.endpoints[0].dead_letters == 1
+
+
+async def test_the_rates_between_two_looks(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, "one")
+    await add_endpoint(database, "two")
+    first = await status.read(db, "relay")
+    assert first.rates is None
+    async with running(database, Network()):
+        await publish(database, *range(10))
+        await all_ended(database)
+    second = await status.read(db, "relay", since=first)
+    assert second.rates is not None
+    seconds = (second.at - first.at).total_seconds()
+    assert second.rates.events * seconds == pytest.approx(10)
+    assert second.rates.deliveries * seconds == pytest.approx(20)
+    assert second.rates.ended * seconds == pytest.approx(20)
+    # The same, where the listing shows none of those that are owed.
+    third = await status.read(db, "relay", limit=1, since=second)
+    assert third.rates is not None
+    assert (third.rates.events, third.rates.deliveries, third.rates.ended) == (0, 0, 0)
+
+
+@pytest.mark.one_major
+async def test_what_is_owed_by_all_does_not_depend_on_what_is_shown(
+    database: Database, db: Connection[Any]
+) -> None:
+    for name in ("one", "two"):
+        await add_endpoint(database, name)
+    before = await status.read(db, "relay")
+    await db.execute("UPDATE lane_counter SET last_seq = 5")
+    seen = await status.read(db, "relay", limit=1, since=before)
+    assert (seen.owed, len(seen.endpoints)) == (10, 1)
+    assert seen.rates is not None
+    assert seen.rates.deliveries > 0
+    assert seen.rates.ended == 0
 
 
 @pytest.mark.one_major

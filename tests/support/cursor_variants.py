@@ -49,6 +49,9 @@ class SnapshotStore(CursorStore):
         )
         return frozenset({f"{row['xmin']} {row['xmax']}"})
 
+    async def look(self) -> Look:
+        return replace(await super().look(), holders=await self.holders())
+
     async def running(self) -> Holders:
         return await self.holders()
 

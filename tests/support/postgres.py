@@ -90,13 +90,21 @@ class Database:
 
 
 class Server:
-    """An embedded server and its template."""
+    """An embedded server and its template, in memory where there is room unless `on_disk`."""
 
-    def __init__(self, major: int, settings: Mapping[str, Setting] | None = None) -> None:
+    def __init__(
+        self,
+        major: int | None,
+        settings: Mapping[str, Setting] | None = None,
+        *,
+        on_disk: bool = False,
+    ) -> None:
         self.embedded = EmbeddedPostgres(
-            major, temporary_in=memory(), settings={**TEST_SETTINGS, **(settings or {})}
+            major,
+            temporary_in=None if on_disk else memory(),
+            settings={**TEST_SETTINGS, **(settings or {})},
         )
-        self.major = major
+        self.major = self.embedded.major
         self._has_template = False
 
     async def execute(self, *statements: str) -> None:

@@ -12,15 +12,16 @@ import orjson
 
 from outbox.config import Settings
 from outbox.core.answer import Answer
+from outbox.core.endpoint import EndpointSettings
 from outbox.relay.relay import Relay
-from outbox.store import dsn, endpoints
+from outbox.store import dsn, endpoint_changes
 from outbox.store.audit import audit
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-    from outbox.store.endpoints import NewEndpoint
+    from outbox.store.endpoint_changes import NewEndpoint
     from outbox.transport.port import Request
     from tests.support.postgres import Database
 
@@ -42,6 +43,9 @@ class Sent:
     attempt: int
     delivery: str
     body: dict[str, Any]
+    headers: dict[str, str]
+    """By their names in lower case."""
+    request: Request
 
     @classmethod
     def of(cls, request: Request) -> Sent:
@@ -54,6 +58,8 @@ class Sent:
             int(h["x-attempt"]),
             h["x-delivery"],
             orjson.loads(request.body),
+            h,
+            request,
         )
 
 
@@ -95,14 +101,9 @@ class Network:
 async def add_endpoint(database: Database, name: str = "shop", **options: Any) -> NewEndpoint:
     """An endpoint whose retries do not keep a test waiting."""
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        return await endpoints.add(
-            connection,
-            "relay",
-            name=name,
-            url=f"http://receiver.test/{name}",
-            actor="test",
-            **{"retry": QUICK_RETRY, **options},
-        )
+        values = {"name": name, "url": f"http://receiver.test/{name}", "retry": QUICK_RETRY}
+        settings = EndpointSettings.from_dict(values | options)
+        return await endpoint_changes.add(connection, "relay", settings, actor="test")
 
 
 async def publish(database: Database, *payloads: Any, type: str = "a.b", **columns: Any) -> None:  # noqa: A002
@@ -170,7 +171,7 @@ async def all_ended(database: Database, timeout_s: float = 20) -> None:
     sql = """
         SELECT (SELECT coalesce(max(id), 0) FROM outbox)
                <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
-           AND NOT EXISTS (SELECT FROM replay WHERE batch IS NULL)
+           AND NOT EXISTS (SELECT FROM replay WHERE next_seq <= to_seq)
            AND NOT EXISTS (
                SELECT FROM delivery d WHERE NOT EXISTS (
                    SELECT FROM attempt a WHERE a.lane_id = d.lane_id AND a.seq = d.seq

@@ -12,10 +12,11 @@ import asyncpg
 from pydantic import SecretStr
 
 from outbox.config import Settings
+from outbox.core.endpoint import EndpointSettings
 from outbox.core.gaps import GapTracker
 from outbox.relay.bell import Bell
 from outbox.relay.sequencer import Sequencer, Turn
-from outbox.store import endpoints
+from outbox.store import endpoint_changes
 from outbox.store.cursor import CursorStore, Look
 
 if TYPE_CHECKING:
@@ -64,17 +65,21 @@ class Variant:
         store_mixin: type | None = None,
         on_batch: Callable[[Sequenced], None] = lambda _: None,
         notified: bool = False,
+        busy_events: int = 1,
     ) -> tuple[Sequencer, Any]:
-        """A sequencer and its store; `store_mixin` comes before the store's class."""
+        """A sequencer and its store; `store_mixin` comes before the store's class.
+
+        Unless told otherwise every event makes it busy, so that it falls
+        asleep anew after each.
+        """
         store_type = (
             type(f"Watched{self.store.__name__}", (store_mixin, self.store), {})
             if store_mixin
             else self.store
         )
-        # `tracker_type` is read by the constructor.
-        sequencer_type = type(
-            self.sequencer.__name__, (self.sequencer,), {"tracker_type": self.tracker}
-        )
+        # The constructor reads them.
+        settled = {"tracker_type": self.tracker, "busy_events": busy_events}
+        sequencer_type = type(self.sequencer.__name__, (self.sequencer,), settled)
         store = store_type(connection)
         sequencer = sequencer_type(
             store,
@@ -106,14 +111,10 @@ async def add_endpoints(database: Database, *lanes: int) -> None:
     """Endpoints for every event, one for each number of lanes."""
     async with database.connection(server_settings={"search_path": database.schema}) as connection:
         for number, count in enumerate(lanes or (1,)):
-            await endpoints.add(
-                connection,
-                database.schema,
-                name=f"endpoint {number}",
-                url="http://127.0.0.1/",
-                actor="test",
-                lanes=count,
+            settings = EndpointSettings(
+                name=f"endpoint {number}", url="http://127.0.0.1/", lanes=count
             )
+            await endpoint_changes.add(connection, database.schema, settings, actor="test")
 
 
 def on_clock(tracker: type[GapTracker], ahead_s: Callable[[float], float]) -> type[GapTracker]:

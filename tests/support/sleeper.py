@@ -42,6 +42,11 @@ class Drowsy:
         self.refusals = 0
         self._falling = False
 
+    def in_next_batch(self, point: str, action: Callable[[], Awaitable[object]]) -> None:
+        """Act at a point of the next batch, although it is not one that falls asleep."""
+        self.actions[point] = action
+        self._falling = True
+
     async def _reach(self, point: str) -> None:
         if self._falling and (action := self.actions.pop(point, None)):
             await action()
@@ -104,7 +109,7 @@ class Sleeper:
         assert self.task.done()
 
     async def asleep(self) -> None:
-        """Wait until it sleeps."""
+        """Wait until it sleeps, or works without having woken."""
         await until(lambda: self.sequencer._asleep_until, what="the sequencer to fall asleep")
 
 
@@ -115,6 +120,7 @@ async def sleeper(
     *,
     notified: bool = True,
     poll_s: float = POLL_S,
+    busy_events: int = 1,
 ) -> AsyncIterator[Sleeper]:
     """A running sequencer with a listener; a failure of either ends the block."""
     bell = Bell()
@@ -127,6 +133,7 @@ async def sleeper(
         store_mixin=Drowsy,
         on_batch=lambda sequenced: this[0].heard(sequenced),
         notified=notified,
+        busy_events=busy_events,
     )
     store.database = database
     this.append(Sleeper(sequencer, store, bell))

@@ -1,0 +1,103 @@
+"""`python3 run.py bench`: measure, then write one table and one picture."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import orjson
+
+from benchmarks import commits, deliveries, latency, memory
+from benchmarks.picture import draw
+from benchmarks.report import compared, machine, table, target, verdict
+from benchmarks.stage import stage
+from outbox.errors import OutboxError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from benchmarks.figures import Row
+
+RESULTS = Path(__file__).with_name("results")
+SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
+    "deliveries": deliveries.measure,
+    "commits": commits.measure,
+    "latency": latency.measure,
+    "memory": memory.measure,
+}
+ROUNDS, QUICK_ROUNDS = 5, 1
+
+
+def _sections(_: click.Context, __: click.Parameter, value: str | None) -> list[str]:
+    names = list(SECTIONS) if value is None else [name.strip() for name in value.split(",")]
+    for name in names:
+        if name not in SECTIONS:
+            raise click.BadParameter(f"there is no {name!r}; choose from {', '.join(SECTIONS)}")
+    return names
+
+
+@click.command(
+    epilog="""\b
+Exit codes: 0 every target that was measured is met, 1 one is missed, 2 wrong
+usage, 3 it could not run.
+"""
+)
+@click.option("--quick", is_flag=True, help="Small numbers, one round: only to see it work.")
+@click.option(
+    "--only", callback=_sections, metavar="NAMES", help=f"Of {','.join(SECTIONS)}; default: all."
+)
+@click.option("--rounds", type=click.IntRange(1, 100), help=f"Default: {ROUNDS}.")
+@click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=RESULTS,
+    show_default="benchmarks/results",
+    help="Where table and picture go.",
+)
+def main(quick: bool, only: list[str], rounds: int | None, as_json: bool, out: Path) -> None:
+    """Measure the relay beside what it is built on.
+
+    Starts a PostgreSQL, a receiver, clients and relays of its own on this
+    machine, and ends all of them. Takes ten minutes, with --quick one.
+    """
+    rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
+    try:
+        rows, facts = asyncio.run(_measure(only, rounds, quick=quick))
+    except OutboxError as error:
+        click.echo(f"bench: {error}", err=True)
+        sys.exit(error.exit_code)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.md").write_text(table(rows, facts, rounds=rounds, quick=quick), "utf-8")
+    (out / "results.svg").write_text(draw(rows, facts), "utf-8")
+    if as_json:
+        told = {"machine": facts, "rounds": rounds, "rows": [row.as_json() for row in rows]}
+        click.echo(orjson.dumps(told).decode())
+    else:
+        _tell(rows)
+    sys.exit(any(row.met is False for row in rows))
+
+
+async def _measure(
+    only: Sequence[str], rounds: int, *, quick: bool
+) -> tuple[list[Row], dict[str, str]]:
+    rows: list[Row] = []
+    async with stage(lambda line: click.echo(line, err=True)) as set_up:
+        for name in only:
+            rows += await SECTIONS[name](set_up, rounds, quick=quick)
+        return rows, machine(set_up.server.embedded.version)
+
+
+def _tell(rows: Sequence[Row]) -> None:
+    for row in rows:
+        told = f"{row.section}, {row.name}, beside {row.beside_name}: {compared(row)}"
+        if row.target is not None:
+            told += f"; {target(row)}: {verdict(row).strip('*')}"
+        click.echo(told)
+
+
+if __name__ == "__main__":
+    main()

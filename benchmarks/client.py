@@ -1,0 +1,113 @@
+"""The bare aiohttp client: the same POSTs as the relay's, and nothing around them.
+
+Either as many as it can with some at a time, or so many each second, of which
+it then tells how long each took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from datetime import UTC, datetime
+from uuid import uuid4
+
+import aiohttp
+
+from benchmarks.receiver import say
+from outbox.core.identity import lane_name
+from outbox.core.request import Delivery, build
+
+
+def sample(payload_bytes: int) -> tuple[dict[str, str], bytes]:
+    """Headers and body as the relay makes them of an event of this benchmark."""
+    endpoint_id = uuid4()
+    frame = len(b'{"n": 12345, "filler": ""}')
+    delivery = Delivery(
+        endpoint_id=endpoint_id,
+        lane=lane_name(endpoint_id, 1, 17),
+        seq=12345,
+        batch=7,
+        outbox_id=123456,
+        event_id=uuid4(),
+        type="order.paid",
+        tenant=None,
+        key="order-12345",
+        published_at=datetime.now(UTC),
+        expires_at=None,
+        payload=b'{"n": 12345, "filler": "%b"}' % (b"x" * max(payload_bytes - frame, 0)),
+        headers=None,
+    )
+    headers, body = build(
+        delivery, previous_seq=12344, attempt=1, timestamp=int(time.time()), secrets=[b"s" * 32]
+    )
+    return dict(headers), body
+
+
+class Client:
+    """POSTs one body again and again."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, payload_bytes: int) -> None:
+        self._session = session
+        self._url = url
+        self._headers, self._body = sample(payload_bytes)
+        self._left = 0
+
+    async def post(self) -> None:
+        async with self._session.post(self._url, data=self._body, headers=self._headers) as answer:
+            await answer.read()
+
+    async def flat_out(self, requests: int, concurrency: int) -> None:
+        self._left = requests
+        await asyncio.gather(*(self._work() for _ in range(concurrency)))
+
+    async def _work(self) -> None:
+        while self._left > 0:
+            self._left -= 1
+            await self.post()
+
+    async def paced(self, requests: int, per_s: float) -> list[float]:
+        """The seconds that each took."""
+        clock = asyncio.get_running_loop().time
+        took_s: list[float] = []
+
+        async def one() -> None:
+            started = clock()
+            await self.post()
+            took_s.append(clock() - started)
+
+        await asyncio.gather(*(one() for _ in range(4)))  # Connections, and warm code.
+        took_s.clear()
+        started = clock()
+        async with asyncio.TaskGroup() as tasks:
+            for n in range(requests):
+                await asyncio.sleep(started + n / per_s - clock())
+                tasks.create_task(one())
+        return took_s
+
+
+async def run(given: argparse.Namespace) -> None:
+    # Like the relay's: no limit of its own, no cookies.
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
+        client = Client(session, given.url, given.payload_bytes)
+        if given.per_s:
+            say({"took_s": await client.paced(given.requests, given.per_s)})
+        else:
+            await client.flat_out(given.requests, given.concurrency)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("url")
+    parser.add_argument("--requests", type=int, required=True)
+    parser.add_argument("--concurrency", type=int, default=1)
+    parser.add_argument("--per-s", type=float, help="Paced; else as fast as it goes.")
+    parser.add_argument("--payload-bytes", type=int, default=200)
+    asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

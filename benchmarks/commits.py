@@ -1,0 +1,179 @@
+"""Commits per second of a producer: what the outbox costs whoever writes to it.
+
+Every transaction also does a small domain write.  The contestants differ in
+nothing but the event: none; an INSERT into the outbox, its trigger disabled
+and no relay there; the outbox as it is, with a relay sequencing; and the same
+with a trigger that notifies in every transaction.  No endpoint subscribes, so
+that the machine's cores are the producers' and the sequencer's alone.  The
+data is on disk: NOTIFY makes commits queue behind one lock, and how long that
+is held is how long the disk takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from benchmarks.figures import Rounds, Row, Target
+from benchmarks.producer import ACCOUNTS, FILLER
+from benchmarks.stage import child, cores, search
+from outbox.errors import CannotRun
+from tests.support.process import environment
+
+if TYPE_CHECKING:
+    from benchmarks.stage import Stage
+    from tests.support.postgres import Database, Server
+
+WRITERS = (1, 16)
+SECONDS, QUICK_SECONDS = 4.0, 1.0
+
+MAKE_ACCOUNTS = f"""
+CREATE TABLE public.account (id integer PRIMARY KEY, balance bigint NOT NULL)
+  WITH (fillfactor = 50);
+INSERT INTO public.account SELECT n, 0 FROM generate_series(1, {ACCOUNTS}) AS n;
+ANALYZE public.account;
+"""
+
+PGBENCH_DOMAIN = f"""\\set id random(1, {ACCOUNTS})
+BEGIN;
+UPDATE account SET balance = balance + 1 WHERE id = :id;
+{{event}}END;
+"""
+PGBENCH_EVENT = f"""INSERT INTO relay.outbox (type, key, payload)
+VALUES ('order.paid', 'order-' || :id::int,
+        jsonb_build_object('n', :id::int, 'filler', '{FILLER}'));
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """Who writes what, to which database."""
+
+    name: str
+    event: bool = True
+    relay: bool = False
+    alter: str = ""
+
+
+DOMAIN = Contestant("the domain write alone", event=False)
+PLAIN = Contestant(
+    "INSERT without trigger or relay", alter="ALTER TABLE outbox DISABLE TRIGGER ring_the_relay"
+)
+OURS = Contestant("the outbox", relay=True)
+NOTIFYING = Contestant(
+    "NOTIFY in every transaction",
+    relay=True,
+    alter="""
+    DROP TRIGGER ring_the_relay ON outbox;
+    CREATE TRIGGER ring_the_relay AFTER INSERT ON outbox
+        FOR EACH STATEMENT EXECUTE FUNCTION ring();
+    """,
+)
+CONTESTANTS = (DOMAIN, PLAIN, OURS, NOTIFYING)
+
+
+async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
+    """All contestants in turns, with one writer and with many."""
+    async with stage.durable() as server:
+        return await run(stage, server, rounds, WRITERS, QUICK_SECONDS if quick else SECONDS)
+
+
+async def run(
+    stage: Stage, server: Server, rounds: int, many: tuple[int, ...], seconds: float
+) -> list[Row]:
+    """The same with other numbers."""
+    rows: list[Row] = []
+    for writers in many:
+        found = Rounds()
+        for number in range(rounds):
+            for contestant in CONTESTANTS:
+                per_s = await commits(stage, server, contestant, writers, seconds)
+                found.add(contestant.name, per_s)
+            told = ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in found.values.items())
+            stage.say(f"commits, {_writers(writers)}, round {number + 1} of {rounds}: {told}")
+        for contestant, target in (
+            (PLAIN, Target("at least", 0.8)),
+            (NOTIFYING, Target("at least", 2.5) if writers > 1 else None),
+            (DOMAIN, None),
+        ):
+            rows.append(
+                Row(
+                    "commits",
+                    _writers(writers),
+                    "/s",
+                    found.of(OURS.name),
+                    contestant.name,
+                    found.of(contestant.name),
+                    target=target,
+                )
+            )
+    return rows
+
+
+async def commits(
+    stage: Stage, server: Server, who: Contestant, writers: int, seconds: float
+) -> float:
+    """One turn, in a database of its own."""
+    async with server.database() as database, AsyncExitStack() as stack:
+        async with search(database) as connection:
+            await connection.execute(MAKE_ACCOUNTS)
+            if who.alter:
+                await connection.execute(who.alter)
+        if who.relay:
+            await stack.enter_async_context(stage.relay(database))
+        if (pgbench := find_pgbench()) is not None:
+            return await _pgbench(stage, pgbench, database, who, writers, seconds)
+        words = ("--what", "event" if who.event else "domain", "--seconds", seconds)
+        # One process for each core: a single one would be the limit itself.
+        shares = [len(range(n, writers, cores())) for n in range(min(writers, cores()))]
+        children = [
+            await stack.enter_async_context(
+                child("producer", database.dsn, *words, "--writers", share)
+            )
+            for share in shares
+        ]
+        return sum([float((await each.answer())["per_s"]) for each in children])
+
+
+def find_pgbench() -> str | None:
+    """Next to the PostgreSQL that was named, or on the path."""
+    where = os.environ.get("OUTBOX_PG_BIN")
+    return (where and shutil.which("pgbench", path=where)) or shutil.which("pgbench")
+
+
+async def _pgbench(
+    stage: Stage, pgbench: str, database: Database, who: Contestant, writers: int, seconds: float
+) -> float:
+    script = stage.write(
+        "pgbench.sql", PGBENCH_DOMAIN.format(event=PGBENCH_EVENT if who.event else "")
+    )
+    process = await asyncio.create_subprocess_exec(
+        pgbench,
+        *("--no-vacuum", "--protocol=prepared", f"--file={script}"),
+        *(f"--client={writers}", f"--jobs={min(writers, cores())}"),
+        f"--time={max(round(seconds), 1)}",
+        database.dsn,
+        env=environment(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    found = re.search(rb"^tps = ([0-9.]+)", out, re.MULTILINE)
+    if process.returncode or found is None:
+        raise CannotRun(f"pgbench failed: {err.decode(errors='replace').strip()[-300:]}")
+    return float(found[1])
+
+
+def _writers(number: int) -> str:
+    return "1 writer" if number == 1 else f"{number} writers"

@@ -1,0 +1,114 @@
+"""Deliveries per second of one relay process, beside the bare aiohttp client.
+
+Both send the same POSTs (body bytes, number of headers, how many at a time) to
+the same receiver, from one process each, and the receiver takes the time.  The
+relay drains events that were committed before it started: it sequences them,
+reads them, signs them, sends them, and writes down every attempt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from benchmarks.figures import Rounds, Row, Target
+from benchmarks.stage import add_endpoint, child, search
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from benchmarks.stage import Stage
+
+# Every event has a key of its own, so that lanes are about equally long.
+BACKLOG = """
+INSERT INTO outbox (type, key, payload)
+SELECT 'order.paid', 'order-' || n,
+       jsonb_build_object('n', n, 'filler', repeat('x', $2))
+  FROM generate_series(1, $1) AS n
+"""
+FRAME_BYTES = len('{"n": 12345, "filler": ""}')
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent, and over how many lanes of one endpoint."""
+
+    name: str
+    lanes: int
+    requests: int
+    payload_bytes: int = 200
+    scheme: str = "http"
+    delay_s: float = 0.0
+    target: Target | None = None
+
+
+LOADS = (
+    Load("1 lane", 1, 3_000),
+    Load("8 lanes", 8, 8_000),
+    Load("64 lanes", 64, 12_000, target=Target("at least", 0.65)),
+    Load("64 lanes, TLS", 64, 8_000, scheme="https"),
+    Load("64 lanes, payloads of 4 KiB", 64, 8_000, payload_bytes=4096),
+    Load("64 lanes, receiver takes 20 ms", 64, 8_000, delay_s=0.02),
+)
+QUICK_SHARE = 0.2
+
+
+async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
+    """Every load in turns, round by round."""
+    loads = [load for load in LOADS if load.scheme in stage.urls]
+    if quick:
+        loads = [replace(load, requests=int(load.requests * QUICK_SHARE)) for load in loads]
+    return await run(stage, rounds, loads)
+
+
+async def run(stage: Stage, rounds: int, loads: Iterable[Load]) -> list[Row]:
+    """The same with other numbers."""
+    loads = list(loads)
+    ours, bare = Rounds(), Rounds()
+    for number in range(rounds):
+        for load in loads:
+            ours.add(load.name, await relay(stage, load))
+            bare.add(load.name, await client(stage, load))
+            stage.say(
+                f"deliveries, {load.name}, round {number + 1} of {rounds}: "
+                f"relay {ours.values[load.name][-1]:,.0f}/s, "
+                f"bare aiohttp {bare.values[load.name][-1]:,.0f}/s"
+            )
+    return [
+        Row(
+            "deliveries",
+            load.name,
+            "/s",
+            ours.of(load.name),
+            "bare aiohttp client",
+            bare.of(load.name),
+            target=load.target,
+        )
+        for load in loads
+    ]
+
+
+async def relay(stage: Stage, load: Load) -> float:
+    """The relay's deliveries per second."""
+    async with stage.server.database() as database:
+        async with search(database) as connection:
+            await add_endpoint(connection, stage.urls[load.scheme], lanes=load.lanes)
+            filler = max(load.payload_bytes - FRAME_BYTES, 0)
+            await connection.execute(BACKLOG, load.requests, filler)
+        stage.expect(load.requests, delay_s=load.delay_s)
+        async with stage.relay(database):
+            return float((await stage.receiver.answer())["per_s"])
+
+
+async def client(stage: Stage, load: Load) -> float:
+    """The bare client's requests per second."""
+    stage.expect(load.requests, delay_s=load.delay_s)
+    async with child(
+        "client",
+        stage.urls[load.scheme],
+        *("--requests", load.requests),
+        *("--concurrency", load.lanes),
+        *("--payload-bytes", load.payload_bytes),
+        env=stage.trusting(),
+    ):
+        return float((await stage.receiver.answer())["per_s"])

@@ -1,0 +1,116 @@
+"""The picture: every comparison as a bar, with its spread and its target.
+
+SVG written by hand, because bars and text are all there is to it.  Its colours
+follow the reader's light or dark setting.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from benchmarks.report import TITLES, compared, figure, target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.figures import Row
+
+WIDTH = 960
+LABELS = 330
+BARS = 330
+ROW, HEAD, BAR = 26, 58, 14
+MARGIN = 24
+
+STYLE = """
+  text { font: 13px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: #1f2328 }
+  .title { font-size: 15px; font-weight: 600 }
+  .small { font-size: 12px; fill: #59636e }
+  .ground { fill: #ffffff }
+  .met { fill: #2f6fdb }
+  .plain { fill: #8aa4c8 }
+  .missed { fill: #d9730d }
+  .line { stroke: #1f2328; stroke-width: 1.5 }
+  .target { stroke: #59636e; stroke-width: 2; stroke-dasharray: 4 2 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 }
+    .small { fill: #9198a1 }
+    .ground { fill: #0d1117 }
+    .met { fill: #4c8dff }
+    .plain { fill: #56708f }
+    .missed { fill: #f0883e }
+    .line { stroke: #e6edf3 }
+    .target { stroke: #9198a1 }
+  }
+"""
+
+AXES = {
+    "deliveries": "share of what the bare aiohttp client does; more is better",
+    "commits": "commits per second beside another way's; more is better",
+    "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
+    "memory": "MB more than a relay with nothing to do; less is better",
+}
+
+
+def draw(rows: Sequence[Row], facts: dict[str, str]) -> str:
+    """The whole picture as SVG."""
+    parts: list[str] = []
+    y = MARGIN
+    for section, group in groupby(rows, key=lambda row: row.section):
+        y = _section(parts, section, list(group), y)
+    told = ", ".join(f"{name} {facts[name]}" for name in ("cores", "memory", "Python"))
+    parts.append(_text(MARGIN, y + 6, f"{told}, PostgreSQL {facts['PostgreSQL']}", "small"))
+    parts.append(
+        _text(MARGIN, y + 24, "Dashed: the target. Thin line: lowest to highest round.", "small")
+    )
+    height = y + 40
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img" aria-label="Benchmark results">\n'
+        f"<style>{STYLE}</style>\n"
+        f'<rect class="ground" width="{WIDTH}" height="{height}" rx="8"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+def _section(parts: list[str], section: str, rows: list[Row], y: int) -> int:
+    parts.append(_text(MARGIN, y + 14, TITLES[section][0], "title"))
+    parts.append(_text(MARGIN, y + 32, AXES[section], "small"))
+    y += HEAD - 12
+    bounds = [row.compared.high for row in rows] + [row.target.value for row in rows if row.target]
+    scale = BARS / (max(bounds) * 1.02)
+    for row in rows:
+        _row(parts, row, y, scale)
+        y += ROW
+    return y + 16
+
+
+def _row(parts: list[str], row: Row, y: int, scale: float) -> None:
+    found = row.compared
+    left, middle = MARGIN + LABELS, y + BAR / 2
+    length = max(found.median * scale, 1)
+    kind = {None: "plain", True: "met", False: "missed"}[row.met]
+    beside = f" / {row.beside_name}" if row.section == "commits" else ""
+    parts.append(_text(MARGIN, y + 12, row.name + beside, ""))
+    parts.append(
+        f'<rect class="{kind}" x="{left}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2"/>'
+    )
+    if found.low != found.high:
+        low, high = left + found.low * scale, left + found.high * scale
+        parts.append(
+            f'<line class="line" x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}"/>'
+        )
+    if row.target is not None:
+        x = left + row.target.value * scale
+        parts.append(
+            f'<line class="target" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 4}" y2="{y + BAR + 4}">'
+            f"<title>{escape(target(row))}</title></line>"
+        )
+    told = f"{compared(row).partition(' (')[0]}   {figure(row.ours.median, row.unit)}"
+    parts.append(_text(left + BARS + 16, y + 12, told, ""))
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x}" y="{y}" xml:space="preserve">{escape(text)}</text>'

@@ -1,0 +1,127 @@
+"""A producer: transactions with a small domain write and an event.
+
+Either as many as it can for some seconds, or so many each second, of which it
+then tells when COMMIT was sent and how long it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from typing import Any
+
+import asyncpg
+
+from benchmarks.receiver import new_event_loop, say
+
+ACCOUNTS = 10_000
+FILLER = "x" * 170
+
+# One statement each, so that the machine is the relay's and not ours.
+DOMAIN_WRITE = "UPDATE account SET balance = balance + 1 WHERE id = $1"
+PUBLISH = f"""
+WITH domain AS ({DOMAIN_WRITE})
+INSERT INTO relay.outbox (type, key, payload)
+VALUES ('order.paid', 'order-' || $2::int,
+        jsonb_build_object('n', $2::int, 'filler', '{FILLER}'))
+"""
+NOTIFY = f"WITH domain AS ({DOMAIN_WRITE}) SELECT pg_notify('bench', $2::int::text)"
+
+
+class Writer:
+    """One connection's transactions."""
+
+    def __init__(self, connection: asyncpg.Connection[Any]) -> None:
+        self._db = connection
+
+    async def transaction(self, n: int, what: str) -> tuple[int, int]:
+        """When COMMIT was sent and when it was answered (monotonic ns)."""
+        db = self._db
+        account = random.randint(1, ACCOUNTS)
+        await db.execute("BEGIN")
+        match what:
+            case "notify":
+                await db.execute(NOTIFY, account, n)
+            case "event":
+                await db.execute(PUBLISH, account, n)
+            case _:
+                await db.execute(DOMAIN_WRITE, account)
+        sent_at = time.monotonic_ns()
+        await db.execute("COMMIT")
+        return sent_at, time.monotonic_ns()
+
+
+async def flat_out(writers: list[Writer], what: str, seconds: float) -> float:
+    """Commits per second."""
+    done = 0
+    started = time.monotonic()
+
+    async def work(writer: Writer) -> None:
+        nonlocal done
+        while time.monotonic() < started + seconds:
+            await writer.transaction(done, what)
+            done += 1
+
+    await asyncio.gather(*map(work, writers))
+    return done / (time.monotonic() - started)
+
+
+async def paced(
+    writers: list[Writer], what: str, events: int, per_s: float
+) -> dict[str, dict[int, int]]:
+    """By event: when COMMIT was sent, and how many nanoseconds it took."""
+    clock = asyncio.get_running_loop().time
+    free: asyncio.Queue[Writer] = asyncio.Queue()
+    for writer in writers:
+        free.put_nowait(writer)
+    sent_at: dict[int, int] = {}
+    took_ns: dict[int, int] = {}
+
+    async def one(n: int) -> None:
+        writer = await free.get()
+        sent_at[n], answered_at = await writer.transaction(n, what)
+        took_ns[n] = answered_at - sent_at[n]
+        free.put_nowait(writer)
+
+    started = clock()
+    async with asyncio.TaskGroup() as tasks:
+        for n in range(events):
+            # Not like a clock, or it would keep step with the relay's own.
+            await asyncio.sleep(started + (n + random.random()) / per_s - clock())
+            tasks.create_task(one(n))
+    return {"sent_at": sent_at, "took_ns": took_ns}
+
+
+async def run(given: argparse.Namespace) -> None:
+    connections = [await asyncpg.connect(given.dsn) for _ in range(given.writers)]
+    writers = [Writer(connection) for connection in connections]
+    if given.per_s:
+        for writer in writers:
+            await writer.transaction(0, "domain")  # Warm code and statements.
+        say({"ready": True})
+        sys.stdin.readline()
+        found = await paced(writers, given.what, given.events, given.per_s)
+        say({name: {str(n): ns for n, ns in by_n.items()} for name, by_n in found.items()})
+    else:
+        say({"per_s": await flat_out(writers, given.what, given.seconds)})
+    for connection in connections:
+        await connection.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("dsn")
+    parser.add_argument("--what", choices=("domain", "event", "notify"), required=True)
+    parser.add_argument("--writers", type=int, required=True)
+    parser.add_argument("--seconds", type=float)
+    parser.add_argument("--per-s", type=float, help="Paced; else as fast as it goes.")
+    parser.add_argument("--events", type=int)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        runner.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""A receiver that costs little: reads a request, notes the time, answers 204.
+
+A process of its own, told what to expect by JSON lines on stdin.  It ends when
+stdin does.  One line is answered by one line, when everything has come:
+
+    {"expect": 1000, "keep": false, "delay_s": 0}
+    {"per_s": 8123.4}                                or, with keep,
+    {"arrived": {"17": 123456789}}                   payload's n: monotonic ns
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import ssl
+import sys
+import time
+from array import array
+from typing import Any, cast
+
+import orjson
+
+try:
+    import uvloop
+except ImportError:  # Windows
+    uvloop = None  # type: ignore[assignment]
+
+ANSWER = b"HTTP/1.1 204 No Content\r\n\r\n"
+# The first and the last requests tell of starting and of lanes that ended early.
+FROM_SHARE, TO_SHARE = 0.05, 0.9
+
+
+class Receiver:
+    """What is expected, and what has come."""
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self._expected = 0
+        self._times = array("q")
+        self._bodies: list[bytes] | None = None
+        self._unread = b""
+
+    def command(self) -> None:
+        """Read a line from stdin; without one, end."""
+        read = os.read(sys.stdin.fileno(), 65536)
+        if not read:
+            asyncio.get_running_loop().stop()
+            return
+        *lines, self._unread = (self._unread + read).split(b"\n")
+        for line in lines:
+            asked = orjson.loads(line)
+            self.delay_s = asked["delay_s"]
+            self._expected = asked["expect"]
+            self._times = array("q")
+            self._bodies = [] if asked["keep"] else None
+
+    def arrived(self, body: bytes) -> None:
+        """One request is here."""
+        self._times.append(time.monotonic_ns())
+        if self._bodies is not None:
+            self._bodies.append(body)
+        if len(self._times) == self._expected:
+            say(self._report())
+
+    def _report(self) -> dict[str, Any]:
+        times = self._times
+        if self._bodies is not None:
+            # The first copy of each counts.
+            arrived: dict[str, int] = {}
+            for body, at in zip(self._bodies, times, strict=True):
+                arrived.setdefault(str(orjson.loads(body)["data"]["n"]), at)
+            return {"arrived": arrived}
+        first, last = int(len(times) * FROM_SHARE), int(len(times) * TO_SHARE)
+        return {"per_s": (last - first) / (times[last] - times[first]) * 1e9}
+
+
+class Connection(asyncio.Protocol):
+    """As much of HTTP/1.1 as our clients speak."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._read = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._read = self._read + data if self._read else data
+        while (end := self._read.find(b"\r\n\r\n")) >= 0:
+            head = self._read[:end].lower()
+            at = head.find(b"\r\ncontent-length:")
+            length = int(head[at + 17 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            total = end + 4 + length
+            if len(self._read) < total:
+                return
+            self._receiver.arrived(self._read[end + 4 : total])
+            self._read = self._read[total:]
+            if self._receiver.delay_s:
+                asyncio.get_running_loop().call_later(self._receiver.delay_s, self._answer)
+            else:
+                self._answer()
+
+    def _answer(self) -> None:
+        if self._transport.is_closing():  # A client that was ended meanwhile.
+            return
+        self._transport.write(ANSWER)
+
+
+def say(what: dict[str, Any]) -> None:
+    """One JSON line on stdout."""
+    sys.stdout.buffer.write(orjson.dumps(what) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A quick one: what surrounds the relay must not be the limit itself."""
+    loop: asyncio.AbstractEventLoop = (uvloop or asyncio).new_event_loop()
+    return loop
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--certificate", help="PEM file with key and certificate; none: no TLS.")
+    given = parser.parse_args()
+    loop = new_event_loop()
+    asyncio.set_event_loop(loop)
+    receiver = Receiver()
+
+    async def start() -> None:
+        tls = None
+        if given.certificate:
+            tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            tls.load_cert_chain(given.certificate)
+        ports = []
+        for context in (None, tls):
+            server = await loop.create_server(
+                lambda: Connection(receiver), "127.0.0.1", 0, ssl=context, backlog=1024
+            )
+            ports.append(server.sockets[0].getsockname()[1])
+        loop.add_reader(sys.stdin.fileno(), receiver.command)
+        say({"http": ports[0], "https": ports[1] if tls else None})
+
+    loop.run_until_complete(start())
+    loop.run_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""The report: one table, and what it was measured on."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import psutil
+
+from benchmarks.commits import find_pgbench
+from benchmarks.stage import cores
+from tests.support.postgres import memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.figures import Row, Samples
+
+PACKAGES = ("aiohttp", "asyncpg", "orjson", "uvloop")
+
+TITLES = {
+    "deliveries": (
+        "Deliveries per second",
+        "One relay process draining a backlog over the lanes of one endpoint, beside the bare "
+        "aiohttp client sending the same POSTs to the same receiver, as many at a time as there "
+        "are lanes.",
+    ),
+    "commits": (
+        "Commits per second",
+        "A producer's transactions, each with a small domain write, with {client}; the relay "
+        "sequences. Data on disk, fsync on.",
+    ),
+    "latency": (
+        "Commit to receiver",
+        "Milliseconds from sending COMMIT to the request's arrival, 8 lanes, beside the sum of a "
+        "commit, a notification (COMMIT to callback) and a bare POST at the same rate.",
+    ),
+    "memory": (
+        "Memory",
+        "Highest resident size of the relay process, more than that of one with nothing to do.",
+    ),
+}
+"""Of every section: what it is called, and what it says."""
+
+
+def machine(postgres: str) -> dict[str, str]:
+    """What the figures were measured on; nothing that names the machine."""
+    packages = {name: _version(name) for name in PACKAGES}
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cores": str(cores()),
+        "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
+        "system": f"{platform.system()} {platform.machine()}",
+        "Python": platform.python_version(),
+        "PostgreSQL": f"{postgres}, fsync and synchronous_commit on, data "
+        + ("in memory" if memory() else "on disk"),
+        **{name: found for name, found in packages.items() if found},
+    }
+
+
+def table(rows: Sequence[Row], facts: dict[str, str], *, rounds: int, quick: bool) -> str:
+    """Markdown: every figure beside the one that it is compared with."""
+    lines = ["# What was measured", ""]
+    if quick:
+        lines += ["A quick run, with small numbers: it shows that everything works, no more.", ""]
+    lines += [
+        "Made by `python3 run.py bench` on: "
+        + "; ".join(f"{name} {value}" for name, value in facts.items())
+        + ". "
+        + f"{'One round' if rounds == 1 else f'Medians of {rounds} rounds'}, the contestants in "
+        "turns, lowest and highest in brackets (memory: one round). The ratios mean "
+        "something elsewhere; the absolute figures are this machine's.",
+        "",
+        "| what | outbox | beside | | ratio | target | |",
+        "|---|--:|---|--:|--:|---|---|",
+    ]
+    section = ""
+    for row in rows:
+        if row.section != section:
+            section = row.section
+            lines.append(f"| **{TITLES[section][0]}** | | | | | | |")
+        lines.append(
+            f"| {row.name} | {_spread(row.ours, row.unit)} "
+            f"| {row.beside_name} | {_spread(row.beside, row.unit)} "
+            f"| {compared(row)} | {target(row)} | {verdict(row)} |"
+        )
+    lines.append("")
+    for each in dict.fromkeys(row.section for row in rows):
+        title, what = TITLES[each]
+        client = "pgbench (prepared statements)" if find_pgbench() else "asyncpg, a process a core"
+        lines += [f"**{title}.** {what.format(client=client)}", ""]
+    return "\n".join(lines)
+
+
+def compared(row: Row) -> str:
+    """The ratio or the difference, with its spread."""
+    found = row.compared
+    if row.relation == "difference":
+        return f"+{found.median:.0f} {row.unit}"
+    if len(found.values) == 1:
+        return f"{found.median:.2f}"
+    return f"{found.median:.2f} ({found.low:.2f}-{found.high:.2f})"
+
+
+def target(row: Row) -> str:
+    """What has to be reached; empty if nothing has."""
+    if row.target is None:
+        return ""
+    unit = f" {row.unit} more" if row.relation == "difference" else ""
+    return f"{row.target.bound} {row.target.value:g}{unit}"
+
+
+def verdict(row: Row) -> str:
+    """In a word."""
+    return {None: "", True: "met", False: "**missed**"}[row.met]
+
+
+def figure(value: float, unit: str) -> str:
+    """A figure with as many digits as mean something."""
+    text = f"{value:,.0f}" if value >= 100 or unit == "MB" else f"{value:.2f}"
+    return f"{text}{unit}" if unit.startswith("/") else f"{text} {unit}"
+
+
+def _spread(samples: Samples, unit: str) -> str:
+    if len(samples.values) == 1:
+        return figure(samples.median, unit)
+    bare = [figure(value, unit).removesuffix(unit).strip() for value in (samples.low, samples.high)]
+    return f"{figure(samples.median, unit)} ({'-'.join(bare)})"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

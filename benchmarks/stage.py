@@ -1,0 +1,244 @@
+"""The stage: a PostgreSQL, a receiver, and processes that end with this one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+
+from outbox.core.endpoint import EndpointSettings
+from outbox.embedded.launch import command
+from outbox.errors import CannotRun
+from outbox.store import endpoint_changes
+from tests.support.postgres import SCHEMA, Database, Server
+from tests.support.process import RelayProcess, environment, relay_process
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+
+    from asyncpg import Connection
+
+    from outbox.embedded import Setting
+
+# Everything that makes a commit durable is on.  In memory it costs next to
+# nothing, and the rest is seen the better.
+POSTGRES_SETTINGS: Mapping[str, Setting] = {
+    "fsync": True,
+    "full_page_writes": True,
+    "synchronous_commit": "on",
+    "shared_buffers": "256MB",
+    "max_wal_size": "4GB",
+}
+ANSWER_BYTES_MAX = 1 << 26
+TIMEOUT_S = 300.0
+POLL_S = 0.02
+
+
+class Child:
+    """A Python process of ours that speaks JSON lines."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        self._process = process
+        self._name = name
+
+    @classmethod
+    async def start(cls, module: str, *words: object, env: dict[str, str] | None = None) -> Self:
+        """Start `python -m benchmarks.<module>`."""
+        process = await asyncio.create_subprocess_exec(
+            *command(
+                [sys.executable, "-m", f"benchmarks.{module}", *map(str, words)], account=None
+            ),
+            env=environment(env),
+            cwd=Path(__file__).parents[1],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=ANSWER_BYTES_MAX,
+        )
+        return cls(process, module)
+
+    def tell(self, **what: Any) -> None:
+        """Send it a line."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(orjson.dumps(what) + b"\n")
+
+    async def answer(self) -> Any:
+        """The next line it says.
+
+        Raises:
+            CannotRun: it ended, or says nothing.
+        """
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise CannotRun(f"the benchmark's {self._name} had nothing to say") from None
+        if not line:
+            raise CannotRun(f"the benchmark's {self._name} ended; its words are above")
+        return orjson.loads(line)
+
+    async def end(self) -> None:
+        """End it, if it does not by itself."""
+        with suppress(ProcessLookupError):
+            self._process.terminate()
+        await self._process.wait()
+
+
+@asynccontextmanager
+async def child(
+    module: str, *words: object, env: dict[str, str] | None = None
+) -> AsyncIterator[Child]:
+    """A process for the length of a block."""
+    process = await Child.start(module, *words, env=env)
+    try:
+        yield process
+    finally:
+        await process.end()
+
+
+@dataclass(slots=True)
+class Stage:
+    """Everything that measurements share; the server's data is in memory if there is room."""
+
+    server: Server
+    receiver: Child
+    urls: dict[str, str]
+    certificate: Path | None
+    directory: Path
+    say: Callable[[str], None]
+    _relays: int = field(default=0)
+
+    def expect(self, requests: int, *, delay_s: float = 0.0, keep: bool = False) -> None:
+        """Tell the receiver how many requests will come."""
+        self.receiver.tell(expect=requests, delay_s=delay_s, keep=keep)
+
+    def trusting(self) -> dict[str, str]:
+        """The environment in which our certificate is trusted."""
+        return {} if self.certificate is None else {"SSL_CERT_FILE": str(self.certificate)}
+
+    def write(self, name: str, text: str) -> Path:
+        """A temporary file."""
+        path = self.directory / name
+        path.write_text(text, "utf-8")
+        return path
+
+    @asynccontextmanager
+    async def relay(self, database: Database, **env: str) -> AsyncIterator[RelayProcess]:
+        """A relay that has taken over all endpoints."""
+        self._relays += 1
+        log_path = self.directory / f"relay-{self._relays}.log"
+        given = {"OUTBOX_DSN": database.dsn, "OUTBOX_LEASE_S": "5", **self.trusting(), **env}
+        async with relay_process(given, log_path) as relay:
+            await self.until_owned(database, relay)
+            yield relay
+
+    @asynccontextmanager
+    async def durable(self) -> AsyncIterator[Server]:
+        """A second server, whose commits wait for a real disk."""
+        server = Server(None, POSTGRES_SETTINGS, on_disk=True)
+        async with server.embedded:
+            yield server
+
+    async def until_owned(self, database: Database, relay: RelayProcess) -> None:
+        """Wait until every endpoint is in the relay's hands.
+
+        Raises:
+            CannotRun: that does not come to pass.
+        """
+        async with search(database) as connection:
+            await until(
+                connection,
+                "SELECT EXISTS (SELECT FROM replica)"
+                " AND NOT EXISTS (SELECT FROM ownership WHERE replica_id IS NULL)",
+                relay,
+            )
+
+
+@asynccontextmanager
+async def search(database: Database) -> AsyncIterator[Connection[Any]]:
+    """A connection that finds our tables."""
+    async with database.connection(server_settings={"search_path": SCHEMA}) as connection:
+        yield connection
+
+
+async def until(
+    connection: Connection[Any], sql: str, relay: RelayProcess, poll_s: float = POLL_S
+) -> None:
+    """Ask until the answer is true.
+
+    Raises:
+        CannotRun: the relay ended, or it takes far too long.
+    """
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not await connection.fetchval(sql):
+                if relay.process is None or relay.process.returncode is not None:
+                    raise CannotRun(f"the relay ended: {relay.log()[-1:]}")
+                await asyncio.sleep(poll_s)
+    except TimeoutError:
+        raise CannotRun(f"the relay did not get there: {relay.log()[-1:]}") from None
+
+
+async def add_endpoint(
+    connection: Connection[Any],
+    url: str,
+    *,
+    lanes: int = 1,
+    name: str = "receiver",
+    types: tuple[str, ...] = (),
+) -> None:
+    """An endpoint; without types it gets everything."""
+    settings = EndpointSettings(name=name, url=url, lanes=lanes, types=types)
+    await endpoint_changes.add(connection, SCHEMA, settings, actor="bench")
+
+
+@asynccontextmanager
+async def stage(say: Callable[[str], None]) -> AsyncIterator[Stage]:
+    """Set everything up, and take it down again whatever happens.
+
+    Raises:
+        CannotRun: PostgreSQL's programs are missing, or it does not start.
+    """
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-bench-")))
+        server = Server(None, POSTGRES_SETTINGS)
+        await stack.enter_async_context(server.embedded)
+        certificate = await asyncio.to_thread(_certificate, directory)
+        words = ["--certificate", certificate] if certificate else []
+        receiver = await stack.enter_async_context(child("receiver", *words))
+        ports = await receiver.answer()
+        urls = {scheme: f"{scheme}://127.0.0.1:{port}/" for scheme, port in ports.items() if port}
+        yield Stage(server, receiver, urls, certificate, directory, say)
+
+
+def _certificate(directory: Path) -> Path | None:
+    """Key and certificate for 127.0.0.1; None where there is no openssl."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        return None
+    key, certificate, both = (directory / name for name in ("key", "certificate", "both.pem"))
+    subprocess.run(
+        [
+            *(openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    both.write_bytes(key.read_bytes() + certificate.read_bytes())
+    return both
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

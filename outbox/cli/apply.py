@@ -1,0 +1,209 @@
+"""`outbox apply`: endpoints as a file declares them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+
+from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.output import count, emit_json, safe, style
+from outbox.core import declaration
+from outbox.errors import UsageError
+from outbox.store.apply import apply
+from outbox.transport.egress import EgressPolicy
+
+if TYPE_CHECKING:
+    from outbox.config import Settings
+    from outbox.core.declaration import Declared
+    from outbox.store.apply import Outcome, Step
+
+_SIGNS = {"add": "+", "change": "~", "remove": "-", "keep": "="}
+_COLOURS = {"add": "green", "change": "yellow", "remove": "red", "keep": None}
+FILE_BYTES_MAX = 4 * 1024 * 1024
+
+
+@click.command(
+    epilog="""\b
+A file:
+  defaults:
+    retry: patient
+  endpoints:
+    - name: billing
+      url: https://example.com/hooks
+      types: [order.*, refund.done]
+      lanes: 4
+    - name: audit
+      url: https://audit.example.com/
+      all_tenants: true
+      retry: {preset: plane, attempts: 8}
+
+\b
+Examples:
+  outbox endpoint export > endpoints.yaml
+  outbox apply -f endpoints.yaml --dry-run
+  outbox apply -f endpoints.yaml --prune
+"""
+)
+@click.option(
+    "-f", "--file", "path", required=True, metavar="FILE",
+    help="YAML, or JSON or TOML by its ending; - is stdin, in YAML.",
+)  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--prune", is_flag=True, help="Remove endpoints that are not in the file.")
+@click.option("--give-up", is_flag=True, help="With --prune: also those that are owed deliveries.")
+@json_option
+@settings_options
+def command(
+    settings: Settings, path: str, dry_run: bool, prune: bool, give_up: bool, as_json: bool
+) -> None:
+    """Make the endpoints what a file declares: all of it, or nothing.
+
+    What the file does not say is the default, so saying it again changes
+    nothing.  An endpoint is known by its name, or by its id where the file has
+    one: with that, another name renames it.  Signing secrets of new endpoints
+    are shown this once.  Pausing and the like is not declared, and stays.
+    """
+    if give_up and not prune:
+        raise UsageError("--give-up is about what --prune removes; say both")
+    try:
+        declared = declaration.read(_document(path))
+        _check_urls(declared, EgressPolicy(settings.allow_networks))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+    async def go() -> Outcome:
+        async with database(settings) as connection:
+            return await apply(
+                connection,
+                settings.schema_name,
+                declared,
+                actor=actor(),
+                prune=prune,
+                give_up=give_up,
+                dry_run=dry_run,
+            )
+
+    try:
+        outcome = run_async(go())
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+    if as_json:
+        emit_json(
+            {
+                "dry_run": dry_run,
+                "changes": outcome.changes,
+                "endpoints": [_json(step) for step in outcome.steps],
+                "not_in_the_file": outcome.others,
+            }
+        )
+    else:
+        _show(outcome, dry_run=dry_run)
+
+
+def _show(outcome: Outcome, *, dry_run: bool) -> None:
+    for step in outcome.steps:
+        line = f"{_SIGNS[step.action]} {step.name}"
+        if step.owed:
+            line += f" (gives up {count(step.owed, 'delivery')})"
+        click.echo(style(safe(line), fg=_COLOURS[step.action]))
+        for each in step.differences:
+            click.echo(safe(f"    {each.setting}: {each.old} -> {each.new}"))
+        if step.secret is not None:
+            click.echo(f"    secret: {step.secret}")
+    if outcome.others:
+        names = " ".join(outcome.others)
+        click.echo(safe(f"not in the file, and left alone (--prune removes them): {names}"))
+    changes = count(outcome.changes, "endpoint")
+    if not outcome.changes:
+        click.echo("nothing to change")
+    elif dry_run:
+        click.echo(f"{changes} would change; nothing was done")
+    else:
+        click.echo(f"{changes} changed")
+    if any(step.secret for step in outcome.steps):
+        click.echo("Keep the secrets now: they are not shown again.", err=True)
+
+
+def _json(step: Step) -> dict[str, Any]:
+    told: dict[str, Any] = {"action": step.action, "name": step.name, "id": step.id}
+    if step.differences:
+        told["changed"] = {each.setting: [each.old, each.new] for each in step.differences}
+    if step.action == "remove":
+        told["owed"] = step.owed
+    if step.secret is not None:
+        told["secret"] = step.secret
+    return told
+
+
+def _check_urls(declared: list[Declared], policy: EgressPolicy) -> None:
+    for each in declared:
+        try:
+            policy.check_url(each.settings.url)
+        except UsageError as error:
+            raise UsageError(f"{each.place}.{error}") from None
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML's plain values; a key that stands there twice is a mistake.
+
+    Otherwise the last one would win without a word.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f'"{name}" stands there twice', key.start_mark
+                )
+            seen.add(name)
+        return dict(super().construct_mapping(node, deep=deep))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The same for JSON."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f'"{key}" stands there twice')
+        made[key] = value
+    return made
+
+
+def _document(path: str) -> Any:
+    """What a file holds, whatever it is written in."""
+    raw = _bytes(path)
+    if len(raw) > FILE_BYTES_MAX:
+        raise UsageError(f"is longer than {FILE_BYTES_MAX} bytes")
+    try:
+        text = raw.decode()
+        match Path(path).suffix.lower():
+            case ".json":
+                return json.loads(text, object_pairs_hook=_unique)
+            case ".toml":
+                return tomllib.loads(text)
+            case _:
+                return yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise UsageError(f"{line}{error.problem}") from None
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"cannot be read: {error}") from None
+
+
+def _bytes(path: str) -> bytes:
+    if path == "-":
+        if sys.stdin is None:
+            raise UsageError("stdin is closed")
+        return sys.stdin.buffer.read()
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}") from None

@@ -1,0 +1,114 @@
+"""`outbox doctor`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import click
+
+from outbox.cli.common import database, json_option, run_async, settings_options
+from outbox.cli.output import count, emit_json, fold, style
+from outbox.errors import UsageError
+from outbox.store.doctor import Finding, Look, Severity, examine
+from outbox.transport.egress import EgressPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.config import Settings
+
+_COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
+_MARK_CHARS = max(map(len, Severity))
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  outbox doctor
+  outbox doctor --json | jq '.findings[] | select(.severity != "ok")'
+
+Exit code 1 says that there is a problem; warnings are none. It only reads, and
+asks nothing for more than some seconds, so it may be run by a monitor.
+"""
+)
+@json_option
+@settings_options
+def command(settings: Settings, as_json: bool) -> None:
+    """Look at preconditions and live health, and say what to do."""
+
+    async def go() -> list[Finding]:
+        async with database(settings, current=False) as connection:
+            look = Look(
+                connection,
+                settings.schema_name,
+                listening=settings.notify and not settings.pooled,
+                pooled=settings.pooled,
+                refusal=_refusal(settings),
+            )
+            return [finding async for finding in examine(look)]
+
+    findings = run_async(go())
+    problems = sum(f.severity is Severity.PROBLEM for f in findings)
+    warnings = sum(f.severity is Severity.WARNING for f in findings)
+    if as_json:
+        emit_json(
+            {
+                "schema": settings.schema_name,
+                "problems": problems,
+                "warnings": warnings,
+                "findings": findings,
+            }
+        )
+    else:
+        _show(findings)
+        click.echo(f"\n{_verdict(problems, warnings)}")
+    if problems:
+        raise click.exceptions.Exit(1)
+
+
+def _refusal(settings: Settings) -> Callable[[str], str | None]:
+    policy = EgressPolicy(settings.allow_networks)
+
+    def refusal(url: str) -> str | None:
+        try:
+            policy.check_url(url)
+        except UsageError as error:
+            return str(error).removeprefix("url: ")
+        return None
+
+    return refusal
+
+
+def _verdict(problems: int, warnings: int) -> str:
+    if not problems and not warnings:
+        return "everything is as it should be"
+    return ", ".join(
+        count(n, noun) for n, noun in ((problems, "problem"), (warnings, "warning")) if n
+    )
+
+
+def _show(findings: list[Finding]) -> None:
+    """One line a finding, and one for what to do; on a terminal folded at spaces."""
+    name_chars = max(len(finding.check) for finding in findings)
+    for number, (subject, group) in enumerate(groupby(findings, key=lambda f: f.subject)):
+        click.echo(("\n" if number else "") + style(subject.capitalize(), bold=True))
+        told = ""
+        for finding in group:
+            # A check's name stands at the first of its findings.
+            name = "" if finding.check == told else finding.check
+            told = finding.check
+            _tell(finding, name.ljust(name_chars))
+
+
+def _tell(finding: Finding, name: str) -> None:
+    mark = finding.severity.ljust(_MARK_CHARS)
+    margin = " " * (2 + len(mark) + 2 + len(name) + 2)
+    first, *others = fold(finding.says, len(margin))
+    click.echo(f"  {style(mark, fg=_COLOURS[finding.severity])}  {name}  {first}")
+    for line in others:
+        click.echo(f"{margin}{line}")
+    if finding.do is not None:
+        first, *others = fold(f"→ {finding.do}", len(margin) + 2)
+        for line in (first, *(f"  {line}" for line in others)):
+            click.echo(f"{margin}{line}")

@@ -1,0 +1,8 @@
+"""`outbox endpoint`: destinations of events, from the first `add` to the end."""
+
+from __future__ import annotations
+
+from outbox.cli.endpoint import change, look, removal, state, trial
+from outbox.cli.endpoint.group import command
+
+__all__ = ["change", "command", "look", "removal", "state", "trial"]

@@ -1,0 +1,138 @@
+"""`outbox endpoint add, update`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outbox.cli.common import actor, database, json_option, run_async, settings_options, warn
+from outbox.cli.endpoint.group import command
+from outbox.cli.endpoint.options import Command, edit_options, new_options
+from outbox.cli.output import count, emit_json, emit_pairs, safe
+from outbox.core.endpoint import EndpointSettings
+from outbox.store import endpoint_changes
+from outbox.transport.egress import EgressPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.config import Settings
+
+
+@command.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  outbox endpoint add billing https://example.com/hooks --type "order.*"
+  outbox endpoint add audit https://audit.example.com/ --all-tenants --lanes 8 --json
+  outbox endpoint add large https://example.com/ --filter "@.total > 1000" --policy patient
+  outbox endpoint add crm https://example.com/in --header "Authorization: Bearer $TOKEN"
+  OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox endpoint add dev http://127.0.0.1:8080/
+""",
+)
+@click.argument("name")
+@click.argument("url")
+@new_options
+@json_option
+@settings_options
+def add(settings: Settings, name: str, url: str, given: dict[str, Any], as_json: bool) -> None:
+    """Add an endpoint; shows its signing secret, this once.
+
+    It gets what is not sequenced yet, and everything after it.
+    """
+    EgressPolicy(settings.allow_networks).check_url(url)
+    wanted = EndpointSettings(name=name, url=url, **given)
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            made = await endpoint_changes.add(
+                connection, settings.schema_name, wanted, actor=actor()
+            )
+        if made.waiting:
+            wait = "waits" if made.waiting == 1 else "wait"
+            warn(
+                f"{count(made.waiting, 'event')} {wait} for a relay; "
+                "this endpoint gets those that match, too"
+            )
+        if as_json:
+            emit_json(
+                {
+                    "id": made.id,
+                    "name": made.name,
+                    "url": made.url,
+                    "secret": made.secret,
+                    "lanes": made.lanes,
+                }
+            )
+            return
+        emit_pairs(
+            [
+                ("id", made.id),
+                ("name", made.name),
+                ("url", made.url),
+                ("types", made.types),
+                ("lanes", made.lanes),
+                ("secret", made.secret),
+            ]
+        )
+        click.echo("Keep the secret now: it is not shown again.", err=True)
+
+    run_async(go())
+
+
+@command.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  outbox endpoint update billing --type "order.*" --type refund.done
+  outbox endpoint update billing --policy plane,attempts=8 --timeout 30s
+  outbox endpoint update billing --name invoices       the id stays
+  outbox endpoint update billing --lanes 8             when the old ones are drained
+""",
+)
+@click.argument("name")
+@click.option("--name", "new_name", metavar="NAME", help="Call it so from now on; its id stays.")
+@click.option("--url", metavar="URL", help="Deliver there, what is owed already too.")
+@edit_options
+@json_option
+@settings_options
+def update(
+    settings: Settings,
+    name: str,
+    new_name: str | None,
+    url: str | None,
+    edit: Callable[[EndpointSettings], EndpointSettings],
+    as_json: bool,
+) -> None:
+    """Change an endpoint; what is not said stays.
+
+    What it receives changes with the next batch: what is owed already is
+    delivered.  Everything else holds from the next attempt on.  --type and
+    --retryable replace the list, --header replaces one header.
+    """
+    if url is not None:
+        EgressPolicy(settings.allow_networks).check_url(url)
+    named: dict[str, Any] = {"name": new_name, "url": url}
+    named = {key: value for key, value in named.items() if value is not None}
+
+    def edited(there: EndpointSettings) -> EndpointSettings:
+        return replace(edit(there), **named)
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            done = await endpoint_changes.update(
+                connection, settings.schema_name, name, edited, actor=actor()
+            )
+        if as_json:
+            changes = {each.setting: [each.old, each.new] for each in done.differences}
+            emit_json({"id": done.id, "name": done.name, "changed": changes})
+        elif not done.differences:
+            click.echo(f'endpoint "{name}" is like that already; nothing was changed')
+        else:
+            click.echo(f'updated endpoint "{name}"')
+            for each in done.differences:
+                click.echo(safe(f"  {each.setting}: {each.old} -> {each.new}"))
+
+    run_async(go())

@@ -1,0 +1,12 @@
+"""The group that the commands below `outbox endpoint` join."""
+
+from __future__ import annotations
+
+import click
+
+from outbox.cli.main import Group
+
+
+@click.group("endpoint", cls=Group)
+def command() -> None:
+    """Add, change, pause, test and remove destinations of events."""

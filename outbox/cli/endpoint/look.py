@@ -1,0 +1,264 @@
+"""`outbox endpoint list, show, export, policies`: looking changes nothing."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outbox.cli.common import (
+    database,
+    json_option,
+    limit_option,
+    run_async,
+    settings_options,
+    tell_more,
+)
+from outbox.cli.endpoint.group import command
+from outbox.cli.output import cell, emit_json, emit_pairs, emit_table
+from outbox.core import declaration, retry
+from outbox.core.schedule import COLUMNS, cells, markdown, schedule
+from outbox.store import endpoints
+
+if TYPE_CHECKING:
+    from outbox.config import Settings
+    from outbox.core.endpoint import EndpointSettings
+    from outbox.store.endpoints import Detail, EndpointRow
+
+PAGE = 500
+_CREDENTIAL = re.compile("auth|cookie|key|pass|secret|session|signature|token", re.IGNORECASE)
+
+
+@command.command(
+    "list",
+    epilog="""\b
+Examples:
+  outbox endpoint list
+  outbox endpoint list --limit 10 --after billing --json
+""",
+)
+@limit_option
+@click.option("--after", metavar="NAME", help="Only names behind this one, by their bytes.")
+@json_option
+@settings_options
+def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> None:
+    """List endpoints by name."""
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            rows = await endpoints.page(
+                connection, settings.schema_name, limit=limit + 1, after=after
+            )
+        rows, more = rows[:limit], len(rows) > limit
+        if more:
+            tell_more(rows[-1].name)
+        if as_json:
+            emit_json(rows)
+            return
+        emit_table(
+            ["name", "url", "types", "tenant", "lanes", "state", "owed", "dead letters"],
+            [
+                (r.name, r.url, r.types, _tenant(r), r.lanes, _state(r), r.owed, r.dead_letters)
+                for r in rows
+            ],
+            "no endpoints; add one with: outbox endpoint add NAME URL",
+        )
+
+    run_async(go())
+
+
+@command.command(
+    epilog="""\b
+Example:
+  outbox endpoint show billing
+"""
+)
+@click.argument("name")
+@json_option
+@settings_options
+def show(settings: Settings, name: str, as_json: bool) -> None:
+    """Show an endpoint, its health and its lanes."""
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            found = await endpoints.get(connection, settings.schema_name, name)
+        if as_json:
+            emit_json(
+                {
+                    "endpoint": found.row,
+                    "settings": _settings(found.settings),
+                    "health": found.health,
+                    "secrets": found.secrets,
+                    "lanes": found.lanes,
+                }
+            )
+            return
+        emit_pairs(_pairs(found))
+        click.echo()
+        emit_table(
+            [
+                "lane",
+                "numbered",
+                "acked",
+                "owed",
+                "attempts",
+                "next attempt",
+                "last answer",
+                "blocked",
+            ],
+            [
+                (
+                    lane.name,
+                    lane.last_seq,
+                    lane.acked_seq,
+                    lane.owed,
+                    lane.attempts,
+                    lane.next_attempt_at,
+                    lane.last_answer,
+                    None if lane.blocked_seq is None else f"by number {lane.blocked_seq}",
+                )
+                for lane in found.lanes
+                # Lanes of earlier generations that are drained tell nothing.
+                if lane.generation == found.row.generation or lane.owed or lane.blocked_seq
+            ],
+            "no lanes",
+        )
+
+    run_async(go())
+
+
+@command.command(
+    epilog="""\b
+Example:
+  outbox endpoint export > endpoints.yaml
+"""
+)
+@json_option
+@settings_options
+def export(settings: Settings, as_json: bool) -> None:
+    """Write all endpoints as a file for outbox apply.
+
+    They have their ids in it, so that they can be renamed there.  Signing
+    secrets are not in it; headers are, as they are.
+    """
+    import yaml
+
+    async def go() -> None:
+        declared: list[dict[str, Any]] = []
+        async with database(settings) as connection:
+            after = None
+            while rows := await endpoints.settings_page(
+                connection, settings.schema_name, limit=PAGE, after=after
+            ):
+                declared += [{"id": str(id_), **declaration.write(each)} for id_, each in rows]
+                after = rows[-1][1].name
+        document = {"endpoints": declared}
+        if as_json:
+            emit_json(document)
+        else:
+            click.echo(
+                yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100), nl=False
+            )
+
+    run_async(go())
+
+
+@command.command(
+    epilog="""\b
+Examples:
+  outbox endpoint policies                     all presets
+  outbox endpoint policies plane
+  outbox endpoint policies base=10s,factor=2,cap=1h,attempts=8
+"""
+)
+@click.argument("policy", nargs=-1)
+@click.option("--markdown", "as_markdown", is_flag=True, help="Tables for a document.")
+@json_option
+def policies(policy: tuple[str, ...], as_markdown: bool, as_json: bool) -> None:
+    """Show when each attempt is made under a retry policy.
+
+    POLICY is a preset, values, or a preset with changes; without one, all
+    presets are shown.  If every attempt fails, each comes after at least, on
+    average and at most what is shown.
+    """
+    chosen = {name: retry.parse(name) for name in policy} or retry.PRESETS
+    if as_json:
+        emit_json(
+            [
+                {"policy": name, "retry": each.to_dict(), "schedule": schedule(each)}
+                for name, each in chosen.items()
+            ]
+        )
+    elif as_markdown:
+        click.echo(markdown(chosen), nl=False)
+    else:
+        for i, (name, each) in enumerate(chosen.items()):
+            click.echo(f"{'' if i == 0 else chr(10)}{name}: {retry.values_of(each)}\n")
+            emit_table(COLUMNS, [cells(row) for row in schedule(each)], "no attempts")
+
+
+def _pairs(found: Detail) -> list[tuple[str, Any]]:
+    """Everything about an endpoint but its lanes, in the order of its use."""
+    row, health, told = found.row, found.health, _settings(found.settings)
+    state = f"{row.state} since {cell(row.state_at)}"
+    if row.state_by:
+        state += f" by {row.state_by}"
+    if row.state_why:
+        state += f": {row.state_why}"
+    healthy = f"{health.state} since {cell(health.since)}"
+    if health.held_until is not None:
+        healthy += f", left alone until {cell(health.held_until)}"
+    older = [s.expires_at for s in found.secrets if s.expires_at is not None]
+    live = f"{len(found.secrets)} live"
+    lanes = f"{row.lanes} (generation {row.generation})" if row.generation > 1 else row.lanes
+    backlog = [f"{told['backlog_max']} deliveries"] if told["backlog_max"] else []
+    backlog += [told["backlog_age"]] if told["backlog_age"] else []
+    return [
+        ("id", row.id),
+        ("name", row.name),
+        ("url", row.url),
+        ("state", state),
+        ("receives", None if row.subscribed else "nothing new"),
+        ("health", healthy),
+        ("last failure", health.last_answer),
+        ("types", row.types),
+        ("filter", told["filter"]),
+        ("tenant", _tenant(row)),
+        ("lanes", lanes),
+        ("method", told["method"]),
+        ("headers", "; ".join(f"{k}: {v}" for k, v in told["headers"].items()) or None),
+        ("time-outs", f"connect {told['connect_timeout']}, request {told['timeout']}"),
+        ("retry", f"{told['retry']} ({retry.values_of(found.settings.retry)})"),
+        ("retryable", "408 425 429 5xx" if told["retryable"] is None else told["retryable"]),
+        ("dead letters", row.dead_letters),
+        ("on a new one", told["on_dead_letter"]),
+        ("backlog", f"at most {' and '.join(backlog)}" if backlog else "no limit"),
+        ("disabled", f"after {told['disable_after']} without a success"),
+        ("secrets", f"{live}, the older ones until {cell(max(older))}" if older else live),
+        ("owed", row.owed),
+        ("added", row.created_at),
+    ]
+
+
+def _settings(settings: EndpointSettings) -> dict[str, Any]:
+    """Settings by the names of files and flags, without what looks like a credential."""
+    told = {name: declaration.value(settings, name) for name in declaration.FIELDS}
+    told["headers"] = {
+        name: "(not shown)" if _CREDENTIAL.search(name) else value
+        for name, value in settings.headers.items()
+    }
+    return told
+
+
+def _state(row: EndpointRow) -> str:
+    """In a word: what its operator said, and else how well it works."""
+    if row.state != "active":
+        return row.state
+    if not row.subscribed:
+        return "draining"
+    return "active" if row.health == "healthy" else row.health
+
+
+def _tenant(row: EndpointRow) -> str | None:
+    return "(all)" if row.all_tenants else row.tenant

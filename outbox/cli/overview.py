@@ -1,0 +1,157 @@
+"""How the overview reads: names and values, a table, and notes about what needs a look."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from outbox.cli.output import age, count
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from datetime import datetime
+
+    from outbox.store.status import EndpointStatus, Overview
+
+RELAY_COLUMNS = ("relay", "state", "endpoints", "version", "since")
+ENDPOINT_COLUMNS = ("endpoint", "state", "owed", "oldest", "failing", "dead letters", "relay")
+NO_ENDPOINTS = "no endpoints; add one with: outbox endpoint add NAME URL"
+
+
+def as_json(schema: str, overview: Overview) -> dict[str, Any]:
+    """Everything, for machines."""
+    cursor = overview.cursor
+    return {
+        "schema": schema,
+        "at": overview.at,
+        "cursor": {
+            "batch": cursor.batch,
+            "high": cursor.high,
+            "last_id": cursor.last_id,
+            "lag": cursor.lag,
+            "waiting_s": cursor.waiting_s,
+            "at": cursor.at,
+        },
+        "gaps": {"open": overview.gaps, "ids": overview.gap_ids},
+        "replicas": overview.replicas,
+        "owed": overview.owed,
+        "endpoints_total": overview.endpoints_total,
+        "endpoints": overview.endpoints,
+        "dead_letters": overview.dead_letters,
+    }
+
+
+def pairs(schema: str, overview: Overview) -> list[tuple[str, Any]]:
+    """What there is one of."""
+    alive = sum(replica.alive for replica in overview.replicas)
+    open_gaps = count(overview.gaps, "open gap")
+    rates = overview.rates
+    return [
+        ("schema", schema),
+        ("relays", f"{alive} alive" if alive else "none alive; start one: outbox relay"),
+        ("sequenced", _sequenced(overview)),
+        ("gaps", f"{open_gaps}, {count(overview.gap_ids, 'id')}" if overview.gaps else "none"),
+        ("dead letters", overview.dead_letters.get("dead", 0)),
+        ("endpoints", overview.endpoints_total),
+        (
+            "per second",
+            rates
+            and f"{_rate(rates.events)} events sequenced, {_rate(rates.deliveries)} deliveries "
+            f"made, {_rate(rates.ended)} ended",
+        ),
+    ]
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.1f}"
+
+
+def _sequenced(overview: Overview) -> str:
+    cursor = overview.cursor
+    if cursor.waiting_s is None:
+        # Ids above that were rolled back or are not committed: no lag.
+        return f"up to id {cursor.high}, nothing waits"
+    return f"up to id {cursor.high} of {cursor.last_id}, the oldest waits for " + str(
+        age(cursor.waiting_s)
+    )
+
+
+def relay_rows(overview: Overview) -> list[tuple[Any, ...]]:
+    """The relays, if the endpoints' table does not say it all."""
+    replicas = overview.replicas
+    if len(replicas) == 1 and replicas[0].alive:
+        return []
+    return [
+        (r.name, "alive" if r.alive else "lapsed", r.endpoints, r.version, r.started_at)
+        for r in replicas
+    ]
+
+
+def endpoint_row(endpoint: EndpointStatus) -> tuple[Any, ...]:
+    """One endpoint under `ENDPOINT_COLUMNS`."""
+    return (
+        endpoint.name,
+        _state(endpoint),
+        endpoint.owed,
+        age(endpoint.oldest_s),
+        f"{endpoint.failing_lanes}/{endpoint.lanes}" if endpoint.failing_lanes else None,
+        endpoint.dead_letters,
+        endpoint.replica,
+    )
+
+
+def _state(endpoint: EndpointStatus) -> str:
+    """The operator's word, or the receiver's where the operator has none."""
+    if endpoint.blocked_lanes:
+        return "blocked"
+    health = endpoint.health
+    if endpoint.state == "active" and health is not None and health.state != "healthy":
+        return health.state
+    return endpoint.state
+
+
+def notes(overview: Overview) -> Iterator[str]:
+    """What needs a look, each with the command that helps, endpoint by endpoint."""
+    for endpoint in overview.endpoints:
+        for note in _notes(endpoint, overview.at):
+            yield f"{endpoint.name}: {note}"
+
+
+def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
+    name = shlex.quote(endpoint.name)
+
+    def since(at: datetime) -> str:
+        return f"since {age((now - at).total_seconds())}"
+
+    if endpoint.state != "active":
+        by = f" by {endpoint.state_by}" if endpoint.state_by else ""
+        why = f" ({endpoint.state_why})" if endpoint.state_why else ""
+        undo = {"paused": "resume", "disabled": "enable"}.get(endpoint.state)
+        then = f"; outbox endpoint {undo} {name}" if undo else ""
+        yield f"{endpoint.state} {since(endpoint.state_at)}{by}{why}{then}"
+    health = endpoint.health
+    if health is not None and health.state != "healthy":
+        yield f"{health.state} {since(health.since)}"
+    if health is not None and health.held_until is not None and health.held_until > now:
+        yield f"nothing is sent until {_time(health.held_until)}, as its receiver asked"
+    if (block := endpoint.block) is not None:
+        letter = block.dead_letter
+        act = f"outbox dead replay {letter}, outbox dead discard {letter} or " if letter else ""
+        yield (
+            f"{count(endpoint.blocked_lanes, 'lane')} blocked, one {since(block.since)} by number "
+            f"{block.sequence}; {act}outbox endpoint resume {name}"
+        )
+    if (head := endpoint.failing) is not None:
+        answer = head.last_answer or {}
+        said = answer.get("status") or answer.get("failure") or "no answer"
+        again = f", next at {_time(head.next_attempt_at)}" if head.next_attempt_at else ""
+        yield f"number {head.sequence}: {said}, {count(head.attempts, 'attempt')}{again}"
+    if endpoint.old_lanes:
+        yield (
+            f"{count(endpoint.old_lanes, 'lane')} of an older generation still owe "
+            f"{endpoint.old_owed}; the new ones wait"
+        )
+
+
+def _time(at: datetime) -> str:
+    return f"{at.astimezone():%H:%M:%S}"

@@ -1,0 +1,208 @@
+"""Endpoints as people declare them: in a file, and by the same names everywhere.
+
+    defaults:                    what holds for every endpoint that says nothing else
+      retry: patient
+    endpoints:
+      - name: billing
+        url: https://example.com/hooks
+        types: ["order.*", refund.done]
+        retry: {preset: plane, attempts: 8}
+
+What is left out, or null, is the default; lists and mappings replace those of
+`defaults` as a whole.  An endpoint with an `id` is that endpoint, so another
+name renames it.  A mistake names its place: `endpoints[2].retry.base: …`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from outbox.core import duration, retry
+from outbox.core.endpoint import EndpointSettings
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# Where a setting's name for people is not its field's.
+_NAMES = {
+    "connect_timeout_s": "connect_timeout",
+    "total_timeout_s": "timeout",
+    "backlog_count_max": "backlog_max",
+    "backlog_age_max_s": "backlog_age",
+    "disable_after_s": "disable_after",
+}
+FIELDS = {_NAMES.get(each.name, each.name): each.name for each in fields(EndpointSettings)}
+"""Names of settings, and the fields that hold them, in the order in which they are shown."""
+
+_DEFAULTS = EndpointSettings(name="-", url="-")
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One endpoint of a file."""
+
+    place: str
+    """Such as `endpoints[2]`, for messages."""
+    id: UUID | None
+    settings: EndpointSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting that is another one now, as text."""
+
+    setting: str
+    old: str
+    new: str
+
+
+def read(document: object) -> list[Declared]:
+    """The endpoints of a file that YAML, JSON or TOML made of its text.
+
+    Raises:
+        UsageError: something is wrong; the message begins with its place.
+    """
+    if not isinstance(document, dict) or not isinstance(document.get("endpoints"), list):
+        raise UsageError("endpoints: there must be a list of them")
+    _known(document, ("defaults", "endpoints"), "the file")
+    defaults = _mapping(document.get("defaults") or {}, "defaults")
+    _known(defaults, [name for name in FIELDS if name not in ("name", "url")], "defaults")
+    _settings({"name": "-", "url": "-", **defaults}, "defaults")
+    declared: list[Declared] = []
+    for i, each in enumerate(document["endpoints"]):
+        place = f"endpoints[{i}]"
+        values = _mapping(each, place)
+        _known(values, ["id", *FIELDS], place)
+        for name in ("name", "url"):
+            if values.get(name) is None:
+                raise UsageError(f"{place}.{name}: is missing")
+        merged = {**defaults, **values}
+        endpoint_id = _id(merged.pop("id", None), place)
+        declared.append(Declared(place, endpoint_id, _settings(merged, place)))
+    _unique(declared)
+    return declared
+
+
+def write(settings: EndpointSettings) -> dict[str, Any]:
+    """An endpoint as a file declares it; what is the default is left out."""
+    return {
+        name: value(settings, name)
+        for name, field in FIELDS.items()
+        if getattr(settings, field) != getattr(_DEFAULTS, field)
+    }
+
+
+def value(settings: EndpointSettings, name: str) -> Any:
+    """One setting, by its name for people and as a file has it."""
+    field = FIELDS[name]
+    held = getattr(settings, field)
+    if held is None:
+        return None
+    if isinstance(held, retry.RetryPolicy):
+        return retry.describe(held)
+    if isinstance(held, tuple):
+        return list(held)
+    return duration.exact(held) if field.endswith("_s") else held
+
+
+def differences(old: EndpointSettings, new: EndpointSettings) -> list[Difference]:
+    """Which settings are others, in their order.
+
+    Values of headers are not told: they may be credentials.
+    """
+    return [
+        Difference(name, _told(old, name), _told(new, name, changed=True))
+        for name, field in FIELDS.items()
+        if getattr(old, field) != getattr(new, field)
+    ]
+
+
+def _told(settings: EndpointSettings, name: str, *, changed: bool = False) -> str:
+    held = value(settings, name)
+    if name == "headers":
+        names = " ".join(sorted(held)) or "none"
+        return f"{names} (values not shown)" if held and changed else names
+    if held is None:
+        return "the usual" if name == "retryable" else "none"
+    if isinstance(held, bool):
+        return "yes" if held else "no"
+    return " ".join(held) if isinstance(held, list) else str(held)
+
+
+def _settings(values: Mapping[str, Any], place: str) -> EndpointSettings:
+    try:
+        return EndpointSettings(
+            **{
+                FIELDS[name]: _read(name, given)
+                for name, given in values.items()
+                if given is not None
+            }
+        )
+    except UsageError as error:
+        raise UsageError(f"{place}.{error}") from None
+
+
+def _read(name: str, given: Any) -> Any:
+    """A value of a file as its field holds it."""
+    if name == "retry":
+        return _policy(given)
+    if name in ("types", "retryable"):
+        items = given if isinstance(given, list) else [given]
+        # YAML reads 429 as a number.
+        return tuple(str(each) if type(each) is int else each for each in items)
+    if FIELDS[name].endswith("_s") and isinstance(given, str):
+        try:
+            return duration.parse(given)
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
+    return given
+
+
+def _policy(given: Any) -> retry.RetryPolicy:
+    if isinstance(given, str):
+        return retry.parse(given)
+    if not isinstance(given, dict):
+        raise UsageError("retry: must be a policy such as patient, or values such as {base: 5s}")
+    values = dict(given)
+    name = values.pop("preset", "standard")
+    if not isinstance(name, str):
+        raise UsageError("retry.preset: must be a name")
+    return retry.changed(retry.preset(name), values)
+
+
+def _mapping(given: object, place: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise UsageError(f"{place}: must be settings with values")
+    return given
+
+
+def _known(given: Mapping[Any, Any], names: Sequence[str], place: str) -> None:
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, 1)
+            hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(names)}"
+            raise UsageError(f'{place}: there is no setting "{name}"; {hint}')
+
+
+def _id(given: object, place: str) -> UUID | None:
+    if given is None:
+        return None
+    try:
+        return UUID(str(given))
+    except ValueError:
+        raise UsageError(f"{place}.id: {given!r} is not the id of an endpoint") from None
+
+
+def _unique(declared: Sequence[Declared]) -> None:
+    seen: dict[object, str] = {}
+    for each in declared:
+        for what, key in (("name", each.settings.name), ("id", each.id)):
+            if key is None:
+                continue
+            if key in seen:
+                raise UsageError(f'{each.place}.{what}: "{key}" stands at {seen[key]}, too')
+            seen[key] = each.place

@@ -1,0 +1,48 @@
+"""Lengths of time as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from outbox.errors import UsageError
+
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+_TEXT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd]?)", re.ASCII)
+
+
+def parse(text: str) -> float:
+    """Seconds of `90`, `90s`, `10m`, `2h` or `1.5d`.
+
+    Raises:
+        UsageError: it is none of these.
+    """
+    match = _TEXT.fullmatch(text)
+    if not match:
+        raise UsageError(f'"{text[:40]}" is not a time such as 30s, 10m, 2h or 1d')
+    return float(match[1]) * UNITS_S[match[2] or "s"]
+
+
+def exact(seconds: float) -> str:
+    """In the largest unit that divides it, so that `parse` reads it back: `90s`, `24h`."""
+    for unit, size in reversed(UNITS_S.items()):
+        # A day is written as hours: "24h from the first attempt" reads better.
+        if seconds and seconds % size == 0 and (unit != "d" or seconds > size):
+            return f"{int(seconds // size)}{unit}"
+    return f"{seconds:.6f}".rstrip("0").rstrip(".") + "s"
+
+
+def rounded(seconds: float) -> str:
+    """For reading, in its two largest units: `2.5s`, `51s`, `2m 44s`, `4h 46m`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}".removesuffix(".0") + "s"
+    # The smaller unit is rounded first, so that 59.7 s is not "60s".
+    sizes = sorted(UNITS_S.values(), reverse=True)
+    names = {size: unit for unit, size in UNITS_S.items()}
+    for size, smaller in zip(sizes, [*sizes[1:], 1], strict=True):
+        whole = round(seconds / smaller) * smaller
+        if whole >= size:
+            rest = whole % size // smaller
+            text = f"{whole // size}{names[size]}"
+            return f"{text} {rest}{names[smaller]}" if rest and smaller < size else text
+    return f"{seconds:.0f}s"

@@ -1,0 +1,67 @@
+"""What was tried so far for the delivery at a lane's head, and when it is due.
+
+The retry state of one number: only the head of a lane can be failing, so a lane
+has one of these.  It is kept with the lane's progress, and names its number
+there, so that a stale one is recognised.
+
+While an endpoint is out of order its lanes' heads are probed between their own
+times.  Such an attempt is *free*: it does not count against the budget, and
+moves nothing in the schedule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.answer import summary
+
+if TYPE_CHECKING:
+    from outbox.core.answer import Answer
+    from outbox.core.retry import RetryPolicy
+    from outbox.core.steps import Progress
+
+
+@dataclass(slots=True)
+class Head:
+    """Times are epoch seconds."""
+
+    attempts: int = 0
+    """Requests made."""
+    spent: int = 0
+    """Of these, those that count against the budget."""
+    first_attempt_at: float | None = None
+    next_attempt_at: float | None = None
+    last_answer: dict[str, Any] | None = None
+
+    @classmethod
+    def of(cls, progress: Progress) -> Head:
+        """The state that is kept, if it is of the number that is next."""
+        if progress.head_seq != progress.acked_seq + 1:
+            return cls()
+        return cls(
+            progress.attempts,
+            progress.spent,
+            progress.first_attempt_at,
+            progress.next_attempt_at,
+            progress.last_answer,
+        )
+
+    def is_due(self, now: float) -> bool:
+        """Whether an attempt at this time counts."""
+        return self.next_attempt_at is None or self.next_attempt_at <= now
+
+    def answered(self, answer: Answer, started_at: float) -> None:
+        """An attempt was made, and it did not succeed."""
+        if self.first_attempt_at is None:
+            self.first_attempt_at = started_at
+        self.last_answer = summary(answer)
+
+    def spend(self, policy: RetryPolicy, *, started_at: float, now: float, u: float) -> bool:
+        """Charge the attempt that was answered; whether the budget has ended with it."""
+        assert self.first_attempt_at is not None
+        self.spent += 1
+        if policy.exhausted(self.spent, started_at - self.first_attempt_at):
+            return True
+        self.next_attempt_at = now + policy.delay_s(self.spent, u)
+        return False

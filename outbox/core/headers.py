@@ -1,0 +1,101 @@
+"""Headers of others in requests of ours: which may go along, and who wins.
+
+An endpoint's headers (an API key, say) and an event's (`traceparent` is one) go
+along unless they could change what a header of ours says, how the request is
+framed, or where it goes.  Such headers, and those whose name or value HTTP/1.1
+cannot carry unharmed (RFC 9110, 5.5 and 5.6.2; values outside ASCII have no
+agreed meaning), are refused where somebody can be told, and left out where
+nobody can: a bad header never stops a delivery.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from outbox.core.answer import Headers
+
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(r"[\x20-\x7e\t]*")
+
+_RESERVED = frozenset(
+    {
+        # Ours.
+        "content-type",
+        "user-agent",
+        "x-attempt",
+        "x-delivery",
+        "x-event",
+        "x-lane",
+        "x-previous-sequence",
+        "x-sequence",
+        # What frames the request or the answer, or says where it goes.
+        "accept-encoding",
+        "content-encoding",
+        "content-length",
+        "expect",
+        "host",
+        "range",
+        "trailer",
+        "transfer-encoding",
+        # Hop by hop (RFC 9110, 7.6.1), and what proxies act on.
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "upgrade",
+    }
+)
+_RESERVED_PREFIX = "webhook-"
+
+
+def header_problem(name: str, value: object) -> str | None:
+    """Why an event's own header cannot go along; None: it can.
+
+    Producers are told by this when they publish; here it is left out.
+    """
+    lower = name.lower()
+    if lower in _RESERVED or lower.startswith(_RESERVED_PREFIX):
+        return "is set by the relay, or says how the request is carried"
+    if not _TOKEN.fullmatch(name):
+        return "is not a header name (RFC 9110: letters, digits and !#$%&'*+-.^_`|~)"
+    if not isinstance(value, str):
+        return "has a value that is not text"
+    if not _VALUE.fullmatch(value):
+        return "has a value with characters other than printable ASCII"
+    return None
+
+
+def own(headers: Mapping[str, object]) -> Headers:
+    """The headers that may go along, the first of each name."""
+    kept: dict[str, tuple[str, str]] = {}
+    _add(kept, headers.items())
+    return tuple(kept.values())
+
+
+def merge(endpoint: Headers, event: bytes | None) -> Headers:
+    """An endpoint's headers, then the event's; of one name the event's counts.
+
+    Args:
+        endpoint: as `own` returned them.
+        event: JSON text of an object of strings.
+    """
+    if event is None:
+        return endpoint
+    kept: dict[str, tuple[str, str]] = {}
+    _add(kept, orjson.loads(event).items())
+    return (*(each for each in endpoint if each[0].lower() not in kept), *kept.values())
+
+
+def _add(kept: dict[str, tuple[str, str]], headers: Iterable[tuple[str, object]]) -> None:
+    for name, value in headers:
+        lower = name.lower()
+        if lower not in kept and header_problem(name, value) is None:
+            kept[lower] = (name, str(value).strip(" \t"))

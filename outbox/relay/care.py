@@ -1,0 +1,128 @@
+"""Care: looks after owned endpoints as a whole.
+
+Writes down how they are, disables those that are gone or have not taken
+anything for too long, and gives up what a backlog policy says is too much.
+None of that is in the way of a delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import structlog
+
+from outbox.core.health import State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from outbox.relay.bell import Bell
+    from outbox.relay.dispatcher import Dispatcher
+    from outbox.relay.owned import OwnedEndpoint
+    from outbox.store.care import CareStore
+
+log = structlog.get_logger("outbox.care")
+
+LOOK_EVERY_S = 30.0
+GIVE_UP_MAX = 50_000
+"""Deliveries that one look gives up of one endpoint; the next look goes on."""
+
+STUCK = (State.FAILING, State.REFUSING, State.PAUSED)
+"""All lanes of such an endpoint move hardly or not at all."""
+
+
+class Caretaker:
+    """Looks after what a dispatcher owns, until cancelled.
+
+    Args:
+        bell: rung when an endpoint's health changed.
+        now: epoch seconds.
+    """
+
+    def __init__(
+        self,
+        store: CareStore,
+        dispatcher: Dispatcher,
+        bell: Bell,
+        now: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._dispatcher = dispatcher
+        self._bell = bell
+        self._now = now
+
+    async def run(self) -> None:
+        """Look now and then, and at once when the bell rings; asyncpg's errors end it."""
+        clock = asyncio.get_running_loop().time
+        look_at = clock()
+        while True:
+            await self._write_health(self._dispatcher.take_changed())
+            if clock() >= look_at:
+                await self._write_health(self._dispatcher.owned())
+                await self._look()
+                look_at = clock() + LOOK_EVERY_S
+            await self._bell.wait(max(look_at - clock(), 0.0))
+
+    async def _write_health(self, concerned: Iterable[OwnedEndpoint]) -> None:
+        changed = []
+        for owned in concerned:
+            if owned.health.state is State.DISABLED:
+                await self._disable(owned, "the receiver answered 410 Gone")
+            record = owned.health.record()
+            if record != owned.written:
+                changed.append((owned, record))
+        if changed:
+            await self._store.write_health(
+                [(owned.endpoint, owned.epoch, record) for owned, record in changed]
+            )
+            for owned, record in changed:
+                owned.written = record
+
+    async def _look(self) -> None:
+        now = self._now()
+        for owned in self._dispatcher.owned():
+            if owned.endpoint.ends or owned.stopped:
+                continue
+            stalled = [
+                lane.machine.stalled_since
+                for lane in owned.lanes.values()
+                if lane.machine.stalled_since is not None
+            ]
+            if stalled and now - min(stalled) >= owned.endpoint.disable_after_s:
+                allowed = timedelta(seconds=owned.endpoint.disable_after_s)
+                await self._disable(owned, f"a lane had no success for {allowed}")
+            elif stalled:
+                await self._limit(owned)
+
+    async def _disable(self, owned: OwnedEndpoint, why: str) -> None:
+        endpoint = owned.endpoint
+        if endpoint.ends or owned.stopped:
+            return
+        told = {"last_answer": owned.health.record().last_answer}
+        if await self._store.disable(endpoint.id, why, told):
+            log.error("endpoint disabled", endpoint=endpoint.name, reason=why)
+
+    async def _limit(self, owned: OwnedEndpoint) -> None:
+        """Hold the backlog of what does not move to its limits; the oldest go first."""
+        endpoint = owned.endpoint
+        if endpoint.backlog_age_max_s is None and endpoint.backlog_count_max is None:
+            return
+        stuck = owned.health.state in STUCK
+        lanes = [
+            (lane.loaded.id, lane.machine.floor_batch, lane.machine.acked_seq)
+            for lane in owned.lanes.values()
+            if lane.machine.owed and (stuck or lane.machine.failing or lane.machine.blocked)
+        ]
+        if not lanes:
+            return
+        if endpoint.backlog_age_max_s is not None:
+            through = await self._store.over_age(lanes, endpoint.backlog_age_max_s)
+            self._dispatcher.cut(owned, through)
+        if endpoint.backlog_count_max is not None:
+            owed = sum(lane.machine.owed for lane in owned.lanes.values())
+            excess = min(owed - endpoint.backlog_count_max, GIVE_UP_MAX)
+            if excess > 0:
+                through = await self._store.over_count(lanes, excess)
+                self._dispatcher.cut(owned, through)

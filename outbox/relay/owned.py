@@ -1,0 +1,119 @@
+"""What a replica owns: endpoints with their health, and their lanes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outbox.core.generations import Generations
+from outbox.core.health import Health
+from outbox.core.lane import Lane
+from outbox.core.steps import Gate
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable
+
+    from outbox.core.request import Prepared
+    from outbox.store.destinations import Endpoint
+    from outbox.store.lanes import LoadedLane
+
+
+class OwnedLane:
+    """A lane: its state, and the task that works for it."""
+
+    __slots__ = ("home", "loaded", "machine", "prepared", "task", "timer")
+
+    def __init__(self, home: OwnedEndpoint, loaded: LoadedLane, sent_through_batch: int) -> None:
+        self.home = home
+        self.loaded = loaded
+        self.machine = Lane(
+            loaded.id,
+            loaded.progress,
+            loaded.tail,
+            loaded.last_seq,
+            sent_through_batch,
+            owed_since=loaded.owed_since,
+            blocked=loaded.blocked,
+            ended=loaded.ended,
+        )
+        self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None
+        # Body and headers of the head, kept over its attempts.
+        self.prepared: tuple[int, bool, Prepared] | None = None
+
+    def gate(self, now: float) -> Gate:
+        """What generations and health allow it."""
+        if not self.home.generations.may_send(self.loaded.generation):
+            return Gate.SHUT
+        return self.home.health.ask(self.loaded.id, now)
+
+    def clear_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+class OwnedEndpoint:
+    """An endpoint: its settings, its health and its lanes, all generations together."""
+
+    __slots__ = (
+        "endpoint",
+        "epoch",
+        "generations",
+        "health",
+        "lanes",
+        "stopped",
+        "timer",
+        "written",
+    )
+
+    def __init__(self, endpoint: Endpoint, epoch: int, now: float) -> None:
+        self.endpoint = endpoint
+        self.epoch = epoch
+        self.health = Health(endpoint.health)
+        if endpoint.resumes != endpoint.obeyed:
+            self.health.resume(now)
+        if endpoint.state == "paused":
+            self.health.pause()
+        # The health that is on disk.
+        self.written = endpoint.health
+        self.generations = Generations()
+        self.lanes: dict[int, OwnedLane] = {}
+        self.stopped = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def add(self, loaded: Iterable[LoadedLane], sent_through_batch: int) -> list[OwnedLane]:
+        """Take lanes in, or what was read anew of those that are there."""
+        touched: list[OwnedLane] = []
+        for each in loaded:
+            lane = self.lanes.get(each.id)
+            if lane is None:
+                lane = self.lanes[each.id] = OwnedLane(self, each, sent_through_batch)
+            elif each.ended:
+                # Its counter was read after the change: nothing is added to it.
+                lane.machine.end()
+                lane.loaded = each
+            touched.append(lane)
+        self.generations = Generations(
+            (lane.loaded.id, lane.loaded.generation)
+            for lane in self.lanes.values()
+            if lane.loaded.ended and not lane.machine.drained
+        )
+        return touched
+
+    def change(self, endpoint: Endpoint, now: float) -> None:
+        """The settings were changed, or an operator paused or resumed it."""
+        was, self.endpoint = self.endpoint, endpoint
+        for lane in self.lanes.values():
+            lane.prepared = None
+        if endpoint.state == "paused":
+            self.health.pause()
+        elif was.resumes != endpoint.resumes:
+            self.health.resume(now)
+
+    def clear_timers(self) -> None:
+        for lane in self.lanes.values():
+            lane.clear_timer()
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None

@@ -1,0 +1,83 @@
+"""The reader: fetches what lanes owe.
+
+All reading goes through here, on one connection, so that a thousand lanes that
+run dry together cost a few queries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import structlog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from outbox.core.request import Delivery
+    from outbox.core.steps import Fetch, Gone
+    from outbox.relay.owned import OwnedLane
+    from outbox.store.lanes import LaneStore
+
+log = structlog.get_logger("outbox.dispatcher")
+
+ROWS_PER_LANE = 32
+BYTES_PER_LANE = 512 << 10
+LANES_PER_READ = 64
+
+
+class Reader:
+    """Reads for lanes until cancelled.
+
+    Args:
+        on_rows: called with a lane that got something to do.
+    """
+
+    def __init__(self, store: LaneStore, on_rows: Callable[[OwnedLane], object]) -> None:
+        self._store = store
+        self._on_rows = on_rows
+        self._wanted: dict[OwnedLane, Fetch] = {}
+        self._asked = asyncio.Event()
+
+    def want(self, lane: OwnedLane, fetch: Fetch) -> None:
+        """Read this for the lane some time soon."""
+        self._wanted[lane] = fetch
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Read until cancelled; asyncpg's errors end it."""
+        while True:
+            await self._asked.wait()
+            wanted = [
+                (lane, self._wanted.pop(lane)) for lane in list(self._wanted)[:LANES_PER_READ]
+            ]
+            if not self._wanted:
+                self._asked.clear()
+            rows = await self._store.deliveries(
+                [lane.loaded for lane, _ in wanted],
+                [fetch.floor_batch for _, fetch in wanted],
+                [fetch.after_seq for _, fetch in wanted],
+                ROWS_PER_LANE,
+                BYTES_PER_LANE,
+            )
+            for lane, fetch in wanted:
+                following = _following(fetch.after_seq, rows[lane.loaded.id])
+                lane.machine.fetched(following)
+                if following:
+                    self._on_rows(lane)
+                elif not lane.home.stopped and lane.machine.acked_seq <= fetch.after_seq:
+                    log.error(
+                        "a lane owes numbers that are not there; run outbox verify",
+                        lane=lane.loaded.name,
+                        after=fetch.after_seq,
+                    )
+
+
+def _following(seq: int, rows: Iterable[Delivery | Gone]) -> list[Delivery | Gone]:
+    """The rows up to the first hole: what lies behind it must not be sent before it."""
+    following: list[Delivery | Gone] = []
+    for row in rows:
+        if row.seq != seq + len(following) + 1:
+            break
+        following.append(row)
+    return following

@@ -1,0 +1,148 @@
+"""What an owner writes about an endpoint as a whole: its health, and its end."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import orjson
+
+from outbox.store.changes import change, write_journal
+from outbox.store.endpoint_changes import END_SUBSCRIPTION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from outbox.core.health import HealthRecord
+    from outbox.store.destinations import Endpoint
+
+# Only in the owner's epoch, like a lane's progress.
+WRITE_HEALTH = """
+WITH fence AS MATERIALIZED (
+    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE),
+written AS (
+    UPDATE endpoint_health h
+       SET state = v.state, since = v.since, held_until = v.held_until,
+           last_answer = v.last_answer, resumes = v.resumes
+      FROM fence, unnest($2::uuid[], $3::bigint[], $4::integer[], $5::text[], $6::timestamptz[],
+                         $7::timestamptz[], $8::jsonb[])
+           AS v(endpoint_id, epoch, resumes, state, since, held_until, last_answer)
+     WHERE h.endpoint_id = v.endpoint_id AND h.epoch = v.epoch
+    RETURNING h.endpoint_id, v.state, v.last_answer)
+INSERT INTO journal (kind, actor, endpoint_id, data)
+SELECT 'endpoint_health', 'replica ' || $1::bigint, endpoint_id,
+       jsonb_strip_nulls(jsonb_build_object('state', state, 'last_answer', last_answer))
+  FROM written WHERE state <> 'recovering'
+"""
+
+# The owner itself, while its lease runs.
+LOCK_OWNERSHIP = """
+SELECT 1
+  FROM ownership o JOIN replica r ON r.id = o.replica_id AND r.expires_at > clock_timestamp()
+ WHERE o.endpoint_id = $2 AND o.replica_id = $1
+   FOR KEY SHARE
+"""
+
+BEGIN_DISABLING = """
+UPDATE endpoint SET state = 'disabling', state_at = clock_timestamp(), state_by = $2, state_why = $3
+ WHERE id = $1 AND state IN ('active', 'paused')
+RETURNING name
+"""
+
+# How far each lane has to be given up so that at most so many deliveries are
+# left: the oldest over all lanes first.
+READ_OVER_COUNT = """
+SELECT lane_id, max(seq) AS seq
+  FROM (SELECT lane.id AS lane_id, d.batch, d.seq
+          FROM unnest($1::bigint[], $2::bigint[], $3::bigint[])
+               AS lane(id, floor_batch, acked_seq)
+         CROSS JOIN LATERAL (
+               SELECT batch, seq FROM delivery
+                WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.acked_seq
+                ORDER BY batch, seq LIMIT $4) d
+         ORDER BY d.batch, d.seq LIMIT $4) oldest
+ GROUP BY lane_id
+"""
+
+# And so that none was numbered longer ago than so many seconds.  Not
+# clock_timestamp(), which may change from row to row, and so cannot use an index.
+READ_OVER_AGE = """
+WITH old AS MATERIALIZED (
+    SELECT batch FROM batch WHERE at < statement_timestamp() - make_interval(secs => $4)
+     ORDER BY at DESC LIMIT 1)
+SELECT lane.id AS lane_id, d.seq
+  FROM old, unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS lane(id, floor_batch, acked_seq)
+ CROSS JOIN LATERAL (
+       SELECT seq FROM delivery
+        WHERE lane_id = lane.id AND batch BETWEEN lane.floor_batch AND old.batch
+          AND seq > lane.acked_seq
+        ORDER BY batch DESC, seq DESC LIMIT 1) d
+"""
+
+
+Lanes: TypeAlias = "Sequence[tuple[int, int, int]]"
+"""(lane, floor batch, acked number) of what an endpoint owes."""
+
+
+class CareStore:
+    """Endpoints as their owner looks after them, on one connection.
+
+    Not safe for concurrent use; asyncpg's errors pass through.
+    """
+
+    def __init__(self, connection: Connection[Any], schema: str, replica_id: int) -> None:
+        self._db = connection
+        self._schema = schema
+        self._me = replica_id
+        self._actor = f"replica {replica_id}"
+
+    async def write_health(self, rows: Sequence[tuple[Endpoint, int, HealthRecord]]) -> None:
+        """Keep (endpoint, epoch, health); rows of a lost endpoint write nothing."""
+        await self._db.execute(
+            WRITE_HEALTH,
+            self._me,
+            [endpoint.id for endpoint, _, _ in rows],
+            [epoch for _, epoch, _ in rows],
+            [endpoint.resumes for endpoint, _, _ in rows],
+            [r.state for _, _, r in rows],
+            [datetime.fromtimestamp(r.since, UTC) for _, _, r in rows],
+            [r.held_until and datetime.fromtimestamp(r.held_until, UTC) for _, _, r in rows],
+            [r.last_answer and orjson.dumps(r.last_answer).decode() for _, _, r in rows],
+        )
+
+    async def disable(self, endpoint_id: UUID, why: str, told: Mapping[str, Any]) -> bool:
+        """Let an endpoint get nothing from the next batch on; its owner gives up the rest.
+
+        Returns:
+            False when it changed its state, or its owner, first.
+
+        Raises:
+            OutboxError: as in `changes.change`.
+        """
+        async with change(self._db, self._schema) as from_batch:
+            if not await self._db.fetchval(LOCK_OWNERSHIP, self._me, endpoint_id):
+                return False
+            name = await self._db.fetchval(BEGIN_DISABLING, endpoint_id, self._actor, why)
+            if name is None:
+                return False
+            await self._db.execute(END_SUBSCRIPTION, endpoint_id, from_batch)
+            data = {"why": why, "to_batch": from_batch, **told}
+            await write_journal(self._db, "endpoint_disabling", self._actor, endpoint_id, data)
+        return True
+
+    async def over_count(self, lanes: Lanes, excess: int) -> dict[int, int]:
+        """Up to which number each lane must go so that `excess` deliveries fewer are owed."""
+        rows = await self._db.fetch(READ_OVER_COUNT, *_columns(lanes), excess)
+        return {r["lane_id"]: r["seq"] for r in rows}
+
+    async def over_age(self, lanes: Lanes, age_max_s: float) -> dict[int, int]:
+        """Up to which number each lane owes what is older than that."""
+        rows = await self._db.fetch(READ_OVER_AGE, *_columns(lanes), age_max_s)
+        return {r["lane_id"]: r["seq"] for r in rows}
+
+
+def _columns(lanes: Lanes) -> list[list[int]]:
+    return [list(column) for column in zip(*lanes, strict=True)]

@@ -1,0 +1,137 @@
+"""Endpoints as their owner needs them: where to send, how, and how it went so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.core import headers, statuses
+from outbox.core.answer import RETRYABLE
+from outbox.core.health import HealthRecord, State
+from outbox.core.retry import STANDARD, RetryPolicy
+from outbox.core.signature import parse_secret
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from outbox.core.answer import Headers
+
+TIMEOUT_S_MAX = 3600.0
+
+READ_ENDPOINTS = """
+SELECT e.id, e.name, e.state, e.url, e.method, e.headers::text AS headers,
+       e.connect_timeout_s, e.total_timeout_s, e.retry::text AS retry, e.retryable,
+       e.on_dead_letter, e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s,
+       e.generation, e.resumes,
+       h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
+       h.last_answer::text AS last_answer,
+       array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
+              WHERE s.endpoint_id = e.id
+                AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
+              ORDER BY s.id DESC) AS secrets
+  FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
+ WHERE e.id = ANY ($1)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What its owner needs to know of a destination; times are epoch seconds."""
+
+    id: UUID
+    name: str
+    state: str
+    """The operator's word: `active`, `paused`, `disabling`, `removing`, …"""
+    url: str
+    method: str
+    headers: Headers
+    secrets: tuple[tuple[bytes, float | None], ...]
+    """With the time at which each ends; None: it does not."""
+    connect_timeout_s: float
+    total_timeout_s: float
+    retry: RetryPolicy
+    retryable: frozenset[int]
+    blocks: bool
+    """A lane waits for an operator after a delivery was given up."""
+    backlog_count_max: int | None
+    backlog_age_max_s: float | None
+    disable_after_s: float
+    generation: int
+    resumes: int
+    """Rises when an operator says that it shall be tried now."""
+    obeyed: int
+    """The same, as its last owner knew it."""
+    health: HealthRecord
+    """As its last owner left it."""
+    problem: str | None = None
+    """Why it cannot be used as it is set up."""
+
+    @property
+    def ends(self) -> bool:
+        """It is being disabled or removed: what it is owed is given up."""
+        return self.state not in ("active", "paused")
+
+    @property
+    def usable(self) -> bool:
+        """Whether deliveries may be sent to it, now or when it is resumed."""
+        return not self.ends and self.problem is None
+
+    def secrets_at(self, now: float) -> list[bytes]:
+        """The secrets to sign with; while one replaces the other, both."""
+        return [secret for secret, ends_at in self.secrets if ends_at is None or now < ends_at]
+
+
+async def read(connection: Connection[Any], endpoint_ids: Collection[UUID]) -> list[Endpoint]:
+    """The endpoints as they are set up now; asyncpg's errors pass through."""
+    return [_endpoint(r) for r in await connection.fetch(READ_ENDPOINTS, list(endpoint_ids))]
+
+
+def _endpoint(row: Any) -> Endpoint:
+    """An endpoint; one that is set up wrongly must not keep the others waiting."""
+    retry, retryable, problem = STANDARD, RETRYABLE, None
+    secrets: tuple[tuple[bytes, float | None], ...] = ()
+    timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
+    try:
+        retry = RetryPolicy.from_dict(orjson.loads(row["retry"]))
+        if row["retryable"] is not None:
+            retryable = statuses.parse(row["retryable"])
+        secrets = tuple((parse_secret(s), at and at.timestamp()) for s, at in row["secrets"])
+        if not secrets:
+            raise UsageError("secret: there is none to sign with")
+        if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
+            raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
+    except (UsageError, TypeError) as error:
+        problem = str(error)
+    return Endpoint(
+        id=row["id"],
+        name=row["name"],
+        state=row["state"],
+        url=row["url"],
+        method=row["method"],
+        headers=headers.own(orjson.loads(row["headers"])),
+        secrets=secrets,
+        connect_timeout_s=timeouts[0],
+        total_timeout_s=timeouts[1],
+        retry=retry,
+        retryable=retryable,
+        blocks=row["on_dead_letter"] == "block",
+        backlog_count_max=row["backlog_count_max"],
+        backlog_age_max_s=row["backlog_age_max_s"],
+        disable_after_s=row["disable_after_s"],
+        generation=row["generation"],
+        resumes=row["resumes"],
+        obeyed=row["obeyed"],
+        health=HealthRecord(
+            State(row["health"]),
+            row["since"].timestamp(),
+            row["held_until"] and row["held_until"].timestamp(),
+            row["last_answer"] and orjson.loads(row["last_answer"]),
+        ),
+        problem=problem,
+    )

@@ -1,0 +1,143 @@
+"""Endpoints: what their operators and their receivers say."""
+
+from __future__ import annotations
+
+import shlex
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.store.doctor.finding import ROWS_MAX, age, listed, many, ok, problem, rest, warning
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from outbox.store.doctor.finding import Look, Said
+
+LIST = "outbox status"
+
+COUNT_SECRETS = """
+SELECT count(*) FROM endpoint_secret s JOIN endpoint e ON e.id = s.endpoint_id
+ WHERE s.secret LIKE 'whsec\\_%'
+"""
+
+URLS = "SELECT name, url FROM endpoint WHERE state <> 'removed' ORDER BY name COLLATE \"C\""
+
+STATES = """
+SELECT e.name, e.state, e.state_by, e.state_why,
+       extract(epoch FROM clock_timestamp() - e.state_at)::float8 AS since_s,
+       count(*) OVER () AS total
+  FROM endpoint e WHERE e.state NOT IN ('active', 'removed')
+ ORDER BY e.state_at LIMIT $1
+"""
+
+HEALTH = """
+SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 AS since_s,
+       extract(epoch FROM h.held_until - clock_timestamp())::float8 AS held_s,
+       h.last_answer::text AS last_answer, count(*) OVER () AS total
+  FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
+ WHERE e.state = 'active' AND (h.state <> 'healthy' OR h.held_until > clock_timestamp())
+ ORDER BY h.since LIMIT $1
+"""
+
+
+async def secrets(look: Look) -> AsyncIterator[Said]:
+    """How the signing secrets are kept."""
+    in_clear = await look.db.fetchval(COUNT_SECRETS)
+    if in_clear:
+        yield ok(
+            f"{many(in_clear, 'signing secret')} "
+            f"{'is' if in_clear == 1 else 'are'} stored in clear: whoever reads "
+            f"{look.name('endpoint_secret')}, or a backup of it, can sign"
+        )
+    else:
+        yield ok("no signing secret is stored in clear")
+
+
+async def networks(look: Look) -> AsyncIterator[Said]:
+    """Every URL may be delivered to."""
+    refused: dict[str, list[str]] = {}
+    for row in await look.db.fetch(URLS):
+        if (why := look.refusal(row["url"])) is not None:
+            refused.setdefault(why, []).append(row["name"])
+    for why, names in islice(refused.items(), ROWS_MAX):
+        yield warning(
+            f"with the settings here, {listed(names)} cannot be delivered to: {why}",
+            "set OUTBOX_ALLOW_NETWORKS as the relays have it, or change the URL",
+        )
+    if not refused:
+        yield ok("no URL leads where these settings do not deliver")
+
+
+async def states(look: Look) -> AsyncIterator[Said]:
+    """What is not delivered to, by somebody's word."""
+    rows = await look.db.fetch(STATES, ROWS_MAX)
+    for row in rows:
+        yield _state(row, look)
+    for said in rest(rows, LIST):
+        yield said
+    if not rows:
+        yield ok("none is paused or disabled")
+
+
+def _state(row: Any, look: Look) -> Said:
+    by = f" by {row['state_by']}" if row["state_by"] else ""
+    why = f" ({row['state_why']})" if row["state_why"] else ""
+    name = shlex.quote(row["name"])
+    says = f'endpoint "{row["name"]}" is {row["state"]} since {age(row["since_s"])}{by}{why}'
+    match row["state"]:
+        case "paused":
+            return warning(
+                f"{says}: its deliveries wait", f"when it may go on: outbox endpoint resume {name}"
+            )
+        case "disabled":
+            return warning(
+                f"{says}: it is owed nothing, and gets no events",
+                f"when it works again: outbox endpoint enable {name}; then outbox dead replay "
+                f"--endpoint {name}",
+            )
+        case _ if row["since_s"] > look.limits.unfinished_s:
+            return problem(
+                f"{says}: no relay has finished that",
+                "start one: outbox relay; if one runs, see its log",
+            )
+        case _:
+            return ok(says)
+
+
+async def health(look: Look) -> AsyncIterator[Said]:
+    """How receivers answer."""
+    rows = await look.db.fetch(HEALTH, ROWS_MAX)
+    for row in rows:
+        yield _health(row)
+    for said in rest(rows, LIST):
+        yield said
+    if not rows:
+        yield ok("no endpoint is known to fail")
+
+
+def _health(row: Any) -> Said:
+    who = f'endpoint "{row["name"]}"'
+    answer = orjson.loads(row["last_answer"]) if row["last_answer"] else {}
+    said = answer.get("status") or answer.get("failure")
+    told = f" (it answered {said})" if said else ""
+    held = row["held_s"] if row["held_s"] and row["held_s"] > 0 else None
+    until = f"; by its Retry-After nothing is sent for {age(held)} more" if held else ""
+    name = shlex.quote(row["name"])
+    since = age(row["since_s"])
+    match row["state"]:
+        case "failing":
+            return warning(
+                f"{who} fails since {since}{told}{until}",
+                f"look at its receiver; to stop asking: outbox endpoint pause {name}",
+            )
+        case "refusing":
+            return warning(
+                f"{who} refuses whatever it is sent since {since}{told}{until}",
+                f"compare its URL and secret with its receiver's: outbox endpoint show {name}",
+            )
+        case _ if held:
+            return warning(f"{who} is {row['state']}{until}", "its receiver asked for that")
+        case _:
+            return ok(f"{who} is {row['state']} since {since}")

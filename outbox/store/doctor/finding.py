@@ -1,0 +1,151 @@
+"""What a check says, and what it may look at."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.names import quote_ident
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Sequence
+
+    from asyncpg import Connection
+
+ROWS_MAX = 10
+"""A check names at most so many lanes, endpoints or transactions, and counts the rest."""
+
+
+class Severity(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """Somebody should look at it; what is promised still holds."""
+    PROBLEM = "problem"
+    """Something stands still or may fail until somebody acts."""
+
+
+class Subject(StrEnum):
+    """What a check is about."""
+
+    PRECONDITIONS = "preconditions"
+    LIVE = "live health"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One sentence of a check."""
+
+    severity: Severity
+    says: str
+    do: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence, and which check it is from."""
+
+    subject: Subject
+    check: str
+    severity: Severity
+    says: str
+    """What is so."""
+    do: str | None
+    """What to do about it; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """From where on something is worth a word."""
+
+    clock_warning_s: float = 5.0
+    clock_problem_s: float = 120.0
+    """Receivers refuse a signature whose time stamp is five minutes off."""
+    connections_free_min: int = 11
+    """A relay opens up to ten, and one for LISTEN."""
+    lag_warning_s: float = 10.0
+    lag_problem_s: float = 60.0
+    listener_s: float = 10.0
+    """A relay may take so long to begin to listen."""
+    asleep_s: float = 120.0
+    """Relays say for a minute at a time that they sleep."""
+    unfinished_s: float = 60.0
+    """A living relay removes or disables an endpoint within seconds."""
+    failing_s: float = 600.0
+    holder_s: float = 60.0
+    """A transaction that published should have ended by then."""
+    transaction_s: float = 3600.0
+    """An older one keeps dead rows from being cleaned away."""
+    queue_share: float = 0.25
+    """Of the server's queue of notifications."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The database as a check sees it, and what it may need to know besides."""
+
+    db: Connection[Any]
+    schema: str
+    listening: bool = True
+    """Relays with these settings have a connection for LISTEN."""
+    pooled: bool = False
+    """The database is reached through a proxy that pools transactions."""
+    refusal: Callable[[str], str | None] = lambda _: None
+    """Why a URL may not be delivered to with these settings; None: it may."""
+    clock: Callable[[], float] = time.time
+    """This machine's time, in seconds since 1970."""
+    limits: Limits = field(default_factory=Limits)
+
+    def name(self, thing: str) -> str:
+        """Something of ours as an operator's SQL has to name it."""
+        plain = re.fullmatch("[a-z_][a-z0-9_]*", self.schema)
+        return f"{self.schema if plain else quote_ident(self.schema)}.{thing}"
+
+
+if TYPE_CHECKING:
+    Check = Callable[[Look], AsyncIterator[Said]]
+
+
+def ok(says: str) -> Said:
+    """Nothing to do."""
+    return Said(Severity.OK, says)
+
+
+def warning(says: str, do: str) -> Said:
+    """Somebody should look at it."""
+    return Said(Severity.WARNING, says, do)
+
+
+def problem(says: str, do: str) -> Said:
+    """Somebody has to act."""
+    return Said(Severity.PROBLEM, says, do)
+
+
+def age(seconds: float) -> str:
+    """A length of time in its largest unit, for sentences: `3 min`."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def many(number: int, noun: str) -> str:
+    """`1 event`, `2 events`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def listed(names: Sequence[str], total: int = 0) -> str:
+    """`"a", "b" and 3 more`, of so many names in all."""
+    more = max(total, len(names)) - len(names[:ROWS_MAX])
+    shown = ", ".join(f'"{name}"' for name in names[:ROWS_MAX])
+    return f"{shown} and {more} more" if more else shown
+
+
+def rest(rows: list[Any], see: str) -> list[Said]:
+    """What to say about the rows of a window `total` that were cut off."""
+    more = rows[0]["total"] - len(rows) if rows else 0
+    return [warning(f"and {more} more of that kind", see)] if more > 0 else []

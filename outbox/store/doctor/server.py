@@ -1,0 +1,111 @@
+"""The server: what it is, what it promises, and its clock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from outbox.store.connect import SERVER_VERSION_MIN
+from outbox.store.doctor.finding import age, many, ok, problem, warning
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from outbox.store.doctor.finding import Look, Said
+
+SERVER_VERSION_TESTED = 18
+
+VERSION = """
+SELECT split_part(current_setting('server_version'), ' ', 1) AS version,
+       current_setting('server_version_num')::integer / 10000 AS major,
+       pg_is_in_recovery() AS standby
+"""
+
+DURABILITY = """
+SELECT current_setting('fsync') AS fsync,
+       current_setting('full_page_writes') AS full_page_writes,
+       current_setting('synchronous_commit') AS synchronous_commit,
+       current_user AS role
+"""
+
+# numbackends can be seen by everybody, unlike most of pg_stat_activity.  The
+# reserved ones are for superusers, and from version 16 on for a role of theirs.
+CONNECTIONS = """
+SELECT (SELECT coalesce(sum(numbackends), 0) FROM pg_stat_database)::integer AS used,
+       current_setting('max_connections')::integer
+       - current_setting('superuser_reserved_connections')::integer
+       - coalesce(current_setting('reserved_connections', true)::integer, 0) AS usable
+"""
+
+CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
+
+
+async def version(look: Look) -> AsyncIterator[Said]:
+    """A primary of a version that we know."""
+    row = await look.db.fetchrow(VERSION)
+    says = f"PostgreSQL {row['version']}"
+    if row["standby"]:
+        yield problem(
+            f"{says}, a standby: it takes no writes, and does not see what the primary does",
+            "connect to the primary, or name all hosts with target_session_attrs=primary",
+        )
+    elif row["major"] > SERVER_VERSION_TESTED:
+        yield warning(
+            f"{says}; this program is tested on {SERVER_VERSION_MIN} to {SERVER_VERSION_TESTED}",
+            "look for a newer outbox-relay",
+        )
+    else:
+        yield ok(f"{says}, a primary")
+
+
+async def durability(look: Look) -> AsyncIterator[Said]:
+    """What was committed is there after a crash."""
+    row = await look.db.fetchrow(DURABILITY)
+    off = [name for name in ("fsync", "full_page_writes") if row[name] != "on"]
+    if off:
+        yield warning(
+            f"{' and '.join(off)} {'is' if len(off) == 1 else 'are'} off: a crash of the machine "
+            "can lose events that were delivered already",
+            f"set {' and '.join(f'{name} = on' for name in off)} in postgresql.conf",
+        )
+    # Where the relay can set it, it does.
+    if look.pooled and row["synchronous_commit"] == "off":
+        yield problem(
+            "synchronous_commit is off, and behind a proxy the relay cannot set it: events may "
+            "be sent whose commit a crash takes back",
+            f'ALTER ROLE "{row["role"]}" SET synchronous_commit = on',
+        )
+    elif not off:
+        yield ok("commits reach the disk before anything is sent")
+
+
+async def connections(look: Look) -> AsyncIterator[Said]:
+    """There is room for another relay."""
+    row = await look.db.fetchrow(CONNECTIONS)
+    free = max(row["usable"] - row["used"], 0)
+    if free < look.limits.connections_free_min:
+        yield warning(
+            f"{many(free, 'connection')} of {row['usable']} free; a relay opens up to "
+            f"{look.limits.connections_free_min}",
+            "raise max_connections, or close some",
+        )
+    else:
+        yield ok(f"{many(free, 'connection')} of {row['usable']} free")
+
+
+async def clock(look: Look) -> AsyncIterator[Said]:
+    """This machine and the server agree on the time."""
+    before = look.clock()
+    there = await look.db.fetchval(CLOCK)
+    after = look.clock()
+    # It was read somewhere between the two.
+    off_s = there - (before + after) / 2
+    surely_s = abs(off_s) - (after - before) / 2
+    where = "ahead of" if off_s < 0 else "behind"
+    says = f"this machine is {age(abs(off_s))} {where} the server"
+    do = "set both clocks by NTP; if relays run elsewhere, run this there, too"
+    if surely_s > look.limits.clock_problem_s:
+        yield problem(f"{says}: receivers refuse signatures whose time stamp is minutes off", do)
+    elif surely_s > look.limits.clock_warning_s:
+        yield warning(says, do)
+    else:
+        yield ok(f"this machine and the server agree within {max(abs(off_s), 0.1):.1f} s")

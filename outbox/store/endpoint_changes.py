@@ -1,0 +1,344 @@
+"""Endpoints: adding one, and changing what one is to be.
+
+Everything here happens under the cursor row (see `changes`) and is journalled;
+values of headers are not, because they may be credentials.  The functions whose
+names end in `_in` are for whoever makes several changes in one transaction.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import orjson
+
+from outbox.core import declaration
+from outbox.core.signature import format_secret
+from outbox.errors import UsageError
+from outbox.store.changes import change, write_journal
+from outbox.store.endpoints import SETTINGS, not_found, settings_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from outbox.core.declaration import Difference
+    from outbox.core.endpoint import EndpointSettings
+
+SECRET_BYTES = 32
+
+# Under the cursor row, so nobody else takes the name meanwhile.
+FIND_NAME = "SELECT id, state FROM endpoint WHERE name = $1 AND state <> 'removed'"
+
+# Ids given out that no batch has seen; some of them may be rolled back.
+COUNT_WAITING = """
+SELECT greatest(0, coalesce(
+           pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0) - b.high)
+  FROM batch b ORDER BY b.batch DESC LIMIT 1
+"""
+
+ADD_ENDPOINT = """
+INSERT INTO endpoint (name, url, types, tenant, all_tenants, filter, method, headers,
+       connect_timeout_s, total_timeout_s, retry, retryable, on_dead_letter, backlog_count_max,
+       backlog_age_max_s, disable_after_s, lanes, state_by)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11::text::jsonb, $12, $13, $14,
+        $15, $16, $17, $18)
+RETURNING id
+"""
+
+UPDATE_ENDPOINT = """
+UPDATE endpoint
+   SET name = $1, url = $2, types = $3, tenant = $4, all_tenants = $5, filter = $6, method = $7,
+       headers = $8::text::jsonb, connect_timeout_s = $9, total_timeout_s = $10,
+       retry = $11::text::jsonb, retryable = $12, on_dead_letter = $13, backlog_count_max = $14,
+       backlog_age_max_s = $15, disable_after_s = $16, lanes = $17, generation = $18
+ WHERE id = $19
+"""
+
+ADD_SECRET = """
+INSERT INTO endpoint_secret (endpoint_id, id, secret)
+SELECT $1, coalesce(max(id), 0) + 1, $2 FROM endpoint_secret WHERE endpoint_id = $1
+RETURNING id
+"""  # noqa: S105
+
+# A version that no batch has seen held for nothing; it would be in the way of
+# the next one.
+DROP_UNUSED_SUBSCRIPTION = "DELETE FROM subscription WHERE endpoint_id = $1 AND from_batch = $2"
+
+END_SUBSCRIPTION = """
+UPDATE subscription SET to_batch = $2 WHERE endpoint_id = $1 AND to_batch IS NULL
+"""
+
+ADD_SUBSCRIPTION = """
+INSERT INTO subscription (endpoint_id, from_batch, types, tenant, all_tenants, filter)
+VALUES ($1, $2, $3, $4, $5, $6)
+"""
+
+# Whoever claims the endpoint waits for this, so the epoch below is still the
+# endpoint's when its new lanes appear.
+LOCK_EPOCH = "SELECT epoch FROM ownership WHERE endpoint_id = $1 FOR NO KEY UPDATE"
+
+# Lanes with their counters and progress.  Nothing below the first batch can be
+# owed, so reads need not look at the partitions of older ones.
+ADD_LANES = """
+WITH added AS (
+    INSERT INTO lane (endpoint_id, generation, slot)
+    SELECT $1, $2, slot FROM generate_series(0, $3 - 1) AS slot
+    RETURNING id),
+counted AS (
+    INSERT INTO lane_counter (lane_id) SELECT id FROM added)
+INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch, epoch)
+SELECT id, $1, $4, $5 FROM added
+"""
+
+ADD_HEALTH = "INSERT INTO endpoint_health (endpoint_id) VALUES ($1)"
+
+# Free to be claimed by any replica.
+ADD_OWNERSHIP = "INSERT INTO ownership (endpoint_id) VALUES ($1)"
+
+# Locked against another change of the same endpoint, and not against new dead
+# letters, which refer to it.
+LOCK_ENDPOINT = f"""
+SELECT e.id, e.state, e.generation, {SETTINGS},
+       EXISTS (SELECT FROM subscription s
+                WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
+  FROM endpoint e WHERE e.name = $1 AND e.state <> 'removed' FOR NO KEY UPDATE OF e
+"""  # noqa: S608 (constants only)
+
+READ_FILTER = "SELECT ('$ ? (' || $1::text || ')')::jsonpath::text"
+
+
+@dataclass(frozen=True, slots=True)
+class NewEndpoint:
+    """What `add` made; the secret is shown this once."""
+
+    id: UUID
+    name: str
+    url: str
+    secret: str
+    lanes: int
+    types: tuple[str, ...]
+    from_batch: int
+    waiting: int
+    """At most so many events are not sequenced yet; it gets those, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An endpoint under its lock."""
+
+    id: UUID
+    name: str
+    state: str
+    generation: int
+    subscribed: bool
+    row: Any
+
+    @classmethod
+    def of(cls, row: Any) -> Found:
+        """From a row with these columns and those of SETTINGS."""
+        return cls(row["id"], row["name"], row["state"], row["generation"], row["subscribed"], row)
+
+    @property
+    def settings(self) -> EndpointSettings:
+        """Read when asked for: one that cannot be read can still be removed."""
+        return settings_of(self.row)
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """What `update` changed: perhaps nothing."""
+
+    id: UUID
+    name: str
+    differences: tuple[Difference, ...]
+
+
+async def add(
+    connection: Connection[Any], schema: str, settings: EndpointSettings, *, actor: str
+) -> NewEndpoint:
+    """Add an endpoint; it gets what is not sequenced yet, and everything after it.
+
+    Raises:
+        UsageError: the name is taken, or the database cannot read the filter.
+        SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
+    """
+    async with change(connection, schema) as from_batch:
+        return await add_in(connection, from_batch, settings, actor)
+
+
+async def update(
+    connection: Connection[Any],
+    schema: str,
+    name: str,
+    edit: Callable[[EndpointSettings], EndpointSettings],
+    *,
+    actor: str,
+) -> Updated:
+    """Change settings; another name keeps the id.
+
+    Args:
+        edit: makes the new settings of those there are.
+
+    Raises:
+        NotFound: there is none of that name.
+        UsageError: a setting is wrong, the new name is taken, or the endpoint
+            is being removed.
+    """
+    async with change(connection, schema) as from_batch:
+        found = await lock(connection, name)
+        return await update_in(connection, from_batch, found, edit(found.settings), actor)
+
+
+async def add_in(
+    connection: Connection[Any], from_batch: int, settings: EndpointSettings, actor: str
+) -> NewEndpoint:
+    """`add` in a change that is under way."""
+    await check_filter(connection, settings)
+    await _name_is_free(connection, settings.name)
+    waiting: int = await connection.fetchval(COUNT_WAITING)
+    secret = new_secret()
+    endpoint_id = await connection.fetchval(ADD_ENDPOINT, *_columns(settings), actor)
+    await connection.execute(ADD_SECRET, endpoint_id, secret)
+    await begin_subscription(connection, from_batch, endpoint_id, settings)
+    await connection.execute(ADD_LANES, endpoint_id, 1, settings.lanes, from_batch, 0)
+    await connection.execute(ADD_HEALTH, endpoint_id)
+    await connection.execute(ADD_OWNERSHIP, endpoint_id)
+    told = {**_journalled(settings), "from_batch": from_batch}
+    await write_journal(connection, "endpoint_added", actor, endpoint_id, told)
+    return NewEndpoint(
+        id=endpoint_id,
+        name=settings.name,
+        url=settings.url,
+        secret=secret,
+        lanes=settings.lanes,
+        types=settings.types,
+        from_batch=from_batch,
+        waiting=waiting,
+    )
+
+
+async def update_in(
+    connection: Connection[Any],
+    from_batch: int,
+    found: Found,
+    settings: EndpointSettings,
+    actor: str,
+) -> Updated:
+    """`update` in a change that is under way."""
+    old = found.settings
+    if found.state == "removing":
+        raise UsageError(f'endpoint "{old.name}" is being removed; it cannot be changed any more')
+    differences = tuple(declaration.differences(old, settings))
+    if not differences:
+        return Updated(found.id, settings.name, ())
+    await check_filter(connection, settings)
+    if settings.name != old.name:
+        await _name_is_free(connection, settings.name)
+    generation = found.generation
+    if settings.lanes != old.lanes:
+        # The lanes there are get nothing from this batch on; their owner sends
+        # those of the new generation when the old ones are drained.
+        generation += 1
+        epoch = await connection.fetchval(LOCK_EPOCH, found.id)
+        await connection.execute(ADD_LANES, found.id, generation, settings.lanes, from_batch, epoch)
+    # An endpoint that gets nothing new begins with these when it is enabled.
+    if found.subscribed and settings.subscription != old.subscription:
+        await begin_subscription(connection, from_batch, found.id, settings)
+    await connection.execute(UPDATE_ENDPOINT, *_columns(settings), generation, found.id)
+    told = {
+        "name": old.name,
+        "changes": {each.setting: [each.old, each.new] for each in differences},
+        "from_batch": from_batch,
+    }
+    await write_journal(connection, "endpoint_updated", actor, found.id, told)
+    return Updated(found.id, settings.name, differences)
+
+
+async def lock(connection: Connection[Any], name: str) -> Found:
+    """The endpoint of this name, locked for the rest of the change.
+
+    Raises:
+        NotFound: there is none.
+    """
+    row = await connection.fetchrow(LOCK_ENDPOINT, name)
+    if row is None:
+        raise await not_found(connection, name)
+    return Found.of(row)
+
+
+async def begin_subscription(
+    connection: Connection[Any], from_batch: int, endpoint_id: UUID, settings: EndpointSettings
+) -> None:
+    """A new version of what an endpoint receives, in place of the one there is."""
+    await connection.execute(DROP_UNUSED_SUBSCRIPTION, endpoint_id, from_batch)
+    await connection.execute(END_SUBSCRIPTION, endpoint_id, from_batch)
+    await connection.execute(ADD_SUBSCRIPTION, endpoint_id, from_batch, *settings.subscription)
+
+
+async def check_filter(connection: Connection[Any], settings: EndpointSettings) -> None:
+    """Let the database read a filter: it knows the syntax of its own version.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if settings.filter is None:
+        return
+    try:
+        await connection.fetchval(READ_FILTER, settings.filter)
+    except (asyncpg.DataError, asyncpg.PostgresSyntaxError) as error:
+        why = str(error).partition("\n")[0].replace(" of jsonpath input", "")
+        raise UsageError(f"filter: the database cannot read it: {why}") from None
+
+
+def new_secret() -> str:
+    """A signing secret, `whsec_…`."""
+    return format_secret(secrets.token_bytes(SECRET_BYTES))
+
+
+def name_taken(name: str, state: str) -> UsageError:
+    """The error for a name that another endpoint has."""
+    if state == "removing":
+        return UsageError(
+            f'endpoint "{name}" is being removed; its name is free when a relay has finished that'
+        )
+    return UsageError(f'endpoint "{name}" exists already; choose another name, or remove it first')
+
+
+async def _name_is_free(connection: Connection[Any], name: str) -> None:
+    row = await connection.fetchrow(FIND_NAME, name)
+    if row is not None:
+        raise name_taken(name, row["state"])
+
+
+def _columns(settings: EndpointSettings) -> Sequence[Any]:
+    return (
+        settings.name,
+        settings.url,
+        list(settings.types),
+        settings.tenant,
+        settings.all_tenants,
+        settings.filter,
+        settings.method,
+        orjson.dumps(settings.headers).decode(),
+        settings.connect_timeout_s,
+        settings.total_timeout_s,
+        orjson.dumps(settings.retry.to_dict()).decode(),
+        None if settings.retryable is None else list(settings.retryable),
+        settings.on_dead_letter,
+        settings.backlog_count_max,
+        settings.backlog_age_max_s,
+        settings.disable_after_s,
+        settings.lanes,
+    )
+
+
+def _journalled(settings: EndpointSettings) -> dict[str, Any]:
+    told = declaration.write(settings)
+    if settings.headers:
+        told["headers"] = sorted(settings.headers)
+    return told

@@ -1,0 +1,177 @@
+"""Endpoints: removing them, and what becomes of what they are owed.
+
+Either it is given up, or the endpoint is drained first: it gets nothing new,
+and is removed when nothing is owed any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.errors import UsageError
+from outbox.store.changes import change, write_journal
+from outbox.store.connect import map_errors
+from outbox.store.endpoint_changes import END_SUBSCRIPTION, lock
+from outbox.store.endpoint_states import SET_STATE, UNBLOCK_LANES
+from outbox.store.endpoints import LANE_STATE
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from outbox.store.endpoint_changes import Found
+
+COUNT_OWED = f"""
+SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint FROM ({LANE_STATE}) s
+ WHERE s.endpoint_id = $1
+"""  # noqa: S608 (constants only)
+
+# What no batch has taken yet of a replay never will be: its dead letter is dead
+# as before.
+CALL_OFF_REPLAYS = """
+WITH pending AS (
+    SELECT r.id, r.dead_id, r.next_seq > d.seq AS begun
+      FROM replay r JOIN dead_letter d ON d.id = r.dead_id
+     WHERE d.endpoint_id = $1 AND r.next_seq <= r.to_seq),
+cut AS (
+    UPDATE replay r SET to_seq = r.next_seq - 1 FROM pending p WHERE r.id = p.id AND p.begun),
+called_off AS (
+    DELETE FROM replay r USING pending p WHERE r.id = p.id AND NOT p.begun)
+UPDATE dead_letter SET state = 'dead' WHERE id IN (SELECT dead_id FROM pending)
+"""
+
+FORGET_SECRETS = "DELETE FROM endpoint_secret WHERE endpoint_id = $1"
+
+WAITING = f"""
+SELECT e.state, ({COUNT_OWED.replace("$1", "e.id")}) AS owed,
+       (SELECT coalesce(sum(r.to_seq - r.next_seq + 1), 0)::bigint
+          FROM replay r JOIN dead_letter d ON d.id = r.dead_id
+         WHERE d.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS replays,
+       (SELECT count(*) FROM lane_block b JOIN lane l ON l.id = b.lane_id
+         WHERE l.endpoint_id = e.id) AS blocked,
+       EXISTS (SELECT FROM replica r WHERE r.expires_at > clock_timestamp()) AS relay,
+       EXISTS (SELECT FROM subscription s
+                WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed
+  FROM endpoint e WHERE e.id = $1
+"""  # noqa: S608
+
+
+class StillOwed(UsageError):
+    """An endpoint is owed deliveries, and nobody said what is to become of them."""
+
+    def __init__(self, name: str, owed: int) -> None:
+        deliveries = "1 delivery" if owed == 1 else f"{owed} deliveries"
+        super().__init__(
+            f'endpoint "{name}" is owed {deliveries}; say --wait to deliver them first, '
+            "or --give-up to give them up for good"
+        )
+        self.owed = owed
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What became of an endpoint: `removed`, or `removing` until its owner gave up the rest."""
+
+    id: UUID
+    name: str
+    state: str
+    owed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What an endpoint that is to be removed still waits for."""
+
+    state: str
+    owed: int
+    """Deliveries, and replays that will become some."""
+    blocked: int
+    """Lanes that wait for an operator."""
+    relay: bool
+    """Whether any relay is alive."""
+    subscribed: bool
+    """Whether somebody enabled it again."""
+
+
+async def remove(
+    connection: Connection[Any], schema: str, name: str, *, actor: str, give_up: bool = False
+) -> Removal:
+    """Remove an endpoint: it gets nothing from the next batch on.
+
+    When it is still owed deliveries, its owner gives them up as one
+    dead-letter range per lane; without an owner that happens when a relay
+    starts.  The name is free again when that is done.
+
+    Raises:
+        NotFound: there is none of that name.
+        UsageError: it is owed deliveries, and `give_up` was not said.
+    """
+    async with change(connection, schema) as from_batch:
+        found = await lock(connection, name)
+        return await remove_in(connection, from_batch, found, actor, give_up=give_up)
+
+
+async def remove_in(
+    connection: Connection[Any], from_batch: int, found: Found, actor: str, *, give_up: bool
+) -> Removal:
+    """`remove` in a change that is under way."""
+    name = found.name
+    owed: int = await connection.fetchval(COUNT_OWED, found.id)
+    if found.state == "removing":
+        return Removal(found.id, name, "removing", owed)
+    if owed and not give_up:
+        raise StillOwed(name, owed)
+    state = "removing" if owed else "removed"
+    await connection.execute(END_SUBSCRIPTION, found.id, from_batch)
+    await connection.execute(CALL_OFF_REPLAYS, found.id)
+    await connection.execute(UNBLOCK_LANES, found.id)
+    await connection.execute(SET_STATE, found.id, state, actor, None)
+    told = {"name": name, "owed": owed, "to_batch": from_batch}
+    await write_journal(connection, "endpoint_removing", actor, found.id, told)
+    if state == "removed":
+        await connection.execute(FORGET_SECRETS, found.id)
+        await write_journal(connection, "endpoint_removed", actor, found.id, {"given_up": 0})
+    return Removal(found.id, name, state, owed)
+
+
+async def drain(connection: Connection[Any], schema: str, name: str, *, actor: str) -> UUID:
+    """Give an endpoint nothing new, so that it can be removed when nothing is owed any more.
+
+    It stays what it is otherwise; `enable` takes this back.
+
+    Returns:
+        Its id, for `waiting`.
+
+    Raises:
+        NotFound: there is none of that name.
+        UsageError: it is paused, and so would be owed forever.
+    """
+    async with change(connection, schema) as from_batch:
+        found = await lock(connection, name)
+        if found.state == "paused":
+            raise UsageError(
+                f'endpoint "{name}" is paused and delivers nothing; resume it first, '
+                "or say --give-up"
+            )
+        if found.subscribed:
+            await connection.execute(END_SUBSCRIPTION, found.id, from_batch)
+            why = "to be removed when nothing is owed any more"
+            await connection.execute(SET_STATE, found.id, found.state, actor, why)
+            told = {"name": name, "why": why, "to_batch": from_batch}
+            await write_journal(connection, "endpoint_updated", actor, found.id, told)
+    return found.id
+
+
+async def waiting(connection: Connection[Any], schema: str, endpoint_id: UUID) -> Waiting:
+    """What an endpoint that was drained still waits for."""
+    with map_errors(schema):
+        row = await connection.fetchrow(WAITING, endpoint_id)
+    return Waiting(
+        row["state"],
+        row["owed"] + row["replays"],
+        row["blocked"],
+        row["relay"],
+        row["subscribed"],
+    )

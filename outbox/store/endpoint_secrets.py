@@ -1,0 +1,78 @@
+"""Endpoints: replacing the secret that their deliveries are signed with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.errors import UsageError
+from outbox.store.changes import change, write_journal
+from outbox.store.endpoint_changes import ADD_SECRET, lock, new_secret
+from outbox.store.endpoint_states import must_be
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+OVERLAP_S = 86400.0
+SECRETS_MAX = 3
+"""More live ones are not needed to replace one, and each is signed with."""
+
+# The secrets older than the new one: they expire, and those that have are not
+# kept.  Without an overlap all of them go.
+END_SECRETS = """
+WITH gone AS (
+    DELETE FROM endpoint_secret
+     WHERE endpoint_id = $1 AND id < $2 AND ($3 = 0 OR expires_at <= clock_timestamp()))
+UPDATE endpoint_secret
+   SET expires_at = least(expires_at, clock_timestamp() + make_interval(secs => $3))
+ WHERE endpoint_id = $1 AND id < $2 AND $3 > 0
+   AND (expires_at IS NULL OR expires_at > clock_timestamp())
+RETURNING expires_at
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A new signing secret, shown this once."""
+
+    id: UUID
+    name: str
+    secret: str
+    live: int
+    """How many sign now, the new one among them."""
+    old_until: datetime | None
+    """The last of the old ones signs until then; None: no more."""
+
+
+async def rotate_secret(
+    connection: Connection[Any],
+    schema: str,
+    name: str,
+    *,
+    actor: str,
+    overlap_s: float = OVERLAP_S,
+) -> Rotation:
+    """A new signing secret; the old ones sign beside it for `overlap_s` more seconds.
+
+    Raises:
+        NotFound: there is none of that name.
+        UsageError: there are as many live secrets as there may be.
+    """
+    async with change(connection, schema):
+        found = await lock(connection, name)
+        must_be(found, ("active", "paused", "disabling", "disabled"), "given a new secret")
+        secret = new_secret()
+        secret_id = await connection.fetchval(ADD_SECRET, found.id, secret)
+        rows = await connection.fetch(END_SECRETS, found.id, secret_id, float(overlap_s))
+        old = [row["expires_at"] for row in rows]
+        if len(old) >= SECRETS_MAX:
+            raise UsageError(
+                f'endpoint "{name}" has {SECRETS_MAX} live secrets already, the first until '
+                f"{min(old).isoformat(timespec='seconds')}; wait, or say --overlap 0"
+            )
+        told = {"name": name, "overlap_s": overlap_s, "live": len(old) + 1}
+        await write_journal(connection, "endpoint_secret_rotated", actor, found.id, told)
+    return Rotation(found.id, name, secret, len(old) + 1, max(old, default=None))

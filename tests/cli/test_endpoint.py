@@ -1,0 +1,496 @@
+"""`outbox endpoint`: everything that its operator does with an endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pty
+import re
+import shlex
+import signal
+import threading
+import time
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+from aiohttp import web
+
+import outbox
+from outbox.core.schedule import markdown
+from outbox.core.signature import parse_secret, verify
+from outbox.store import endpoint_states
+from tests.support import process
+from tests.support.relay import (
+    OK,
+    Network,
+    Sent,
+    add_endpoint,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.tcp import free_port
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator
+
+    from outbox.core.answer import Answer
+    from tests.cli.conftest import Command
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+URL = "https://example.com/hooks"
+OTHER = "https://example.com/other"
+
+GUIDE = (Path(outbox.__file__).parent / "docs" / "retries.md").read_text()
+
+
+# ----------------------------------------------------------------- policies
+
+
+def test_policies_prints_what_the_guide_shows(outbox: Command) -> None:
+    (block,) = re.findall(r"^```console\n\$ (.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    line, _, output = block.partition("\n")
+    assert outbox(*shlex.split(line)[1:]).out == output
+
+
+def test_policies_without_a_name_are_all_presets(outbox: Command) -> None:
+    shown = outbox("endpoint", "policies", "--json").json
+    assert [each["policy"] for each in shown] == ["standard", "fast", "patient", "plane"]
+    plane = shown[-1]
+    assert plane["retry"]["base_s"] == 300
+    assert len(plane["schedule"]) == 6
+    assert plane["schedule"][1]["delay"] == {"min_s": 255, "mean_s": 300, "max_s": 345}
+    assert outbox("endpoint", "policies", "--markdown").out == markdown()
+    text = outbox("endpoint", "policies").out
+    assert text.count("\nATTEMPT") == 4
+
+
+def test_a_policy_that_is_none_is_a_usage_error(outbox: Command) -> None:
+    result = outbox("endpoint", "policies", "plane,attempts=0")
+    assert (result.code, result.error) == (
+        2,
+        "retry.attempts: must be between 1 and 10000, not 0",
+    )
+
+
+# ------------------------------------------------------------- add and update
+
+
+def test_every_setting_has_a_flag(here: Command) -> None:
+    made = here(
+        "endpoint", "add", "a", URL,
+        "--type", "order.*", "--type", "refund.**", "--filter", "@.total > 100",
+        "--tenant", "acme", "--lanes", 2, "--method", "PUT",
+        "--header", "Authorization: Bearer hunter2", "--header", "X-Env:prod",
+        "--connect-timeout", "2s", "--timeout", "1m", "--policy", "plane,attempts=8",
+        "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
+        "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h", "--json",
+    )  # fmt: skip
+    assert list(made.json) == ["id", "name", "url", "secret", "lanes"]
+    shown = here("endpoint", "show", "a", "--json")
+    assert "hunter2" not in shown.out
+    assert shown.json["settings"] == {
+        "name": "a",
+        "url": URL,
+        "types": ["order.*", "refund.**"],
+        "tenant": "acme",
+        "all_tenants": False,
+        "filter": "@.total > 100",
+        "method": "PUT",
+        "headers": {"Authorization": "(not shown)", "X-Env": "prod"},
+        "connect_timeout": "2s",
+        "timeout": "1m",
+        "retry": "base=5m,factor=2,cap=6h,jitter=proportional,ratio=0.15,attempts=8,age=24h",
+        "retryable": ["429", "5xx"],
+        "on_dead_letter": "block",
+        "backlog_max": 1000,
+        "backlog_age": "2d",
+        "disable_after": "12h",
+        "lanes": 2,
+    }
+    text = here("endpoint", "show", "a").out
+    assert "hunter2" not in text
+    for line in (
+        "filter        @.total > 100",
+        "headers       X-Env: prod; Authorization: (not shown)",
+        "backlog       at most 1000 deliveries and 2d",
+    ):
+        assert line in text.splitlines()
+
+
+def test_update_says_what_is_another_one_now(here: Command) -> None:
+    here("endpoint", "add", "a", URL, "--tenant", "t", "--filter", "@.a == 1")
+    done = here(
+        "endpoint", "update", "a", "--name", "b", "--lanes", 4, "--no-filter", "--url", OTHER
+    )
+    assert done.out == (
+        'updated endpoint "a"\n'
+        "  name: a -> b\n"
+        f"  url: {URL} -> {OTHER}\n"
+        "  filter: @.a == 1 -> none\n"
+        "  lanes: 1 -> 4\n"
+    )
+    again = here("endpoint", "update", "b", "--lanes", 4)
+    assert (again.code, again.out) == (
+        0,
+        'endpoint "b" is like that already; nothing was changed\n',
+    )
+    as_json = here("endpoint", "update", "b", "--all-tenants", "--json").json
+    assert as_json["name"] == "b"
+    assert as_json["changed"] == {"tenant": ["t", "none"], "all_tenants": ["no", "yes"]}
+    # A tenant takes the place of all, and --no-tenant that of either.
+    here("endpoint", "update", "b", "--tenant", "u")
+    row = here("endpoint", "show", "b", "--json").json["endpoint"]
+    assert (row["tenant"], row["all_tenants"], row["generation"]) == ("u", False, 2)
+    here("endpoint", "update", "b", "--no-tenant")
+    assert here("endpoint", "show", "b", "--json").json["endpoint"]["tenant"] is None
+
+
+def test_update_replaces_one_header_and_lists_as_a_whole(here: Command) -> None:
+    here(
+        "endpoint", "add", "a", URL, "--header", "X-A: 1", "--header", "X-B: 2",
+        "--retryable", "429", "--backlog-max", 5,
+    )  # fmt: skip
+
+    def settings() -> dict[str, Any]:
+        return dict(here("endpoint", "show", "a", "--json").json["settings"])
+
+    here("endpoint", "update", "a", "--header", "x-a: 3", "--retryable", "5xx")
+    assert settings()["headers"] == {"X-B": "2", "x-a": "3"}
+    assert settings()["retryable"] == ["5xx"]
+    here("endpoint", "update", "a", "--no-headers", "--header", "X-C: 4", "--retryable", "default")
+    assert settings()["headers"] == {"X-C": "4"}
+    assert settings()["retryable"] is None
+    here("endpoint", "update", "a", "--retryable", "none", "--no-backlog", "--backlog-age", "1d")
+    assert settings()["retryable"] == []
+    assert (settings()["backlog_max"], settings()["backlog_age"]) == (None, "24h")
+
+
+WRONG = [
+    (["--header", "X-A"], '--header: "X-A" is not "NAME: VALUE"'),
+    (["--header", "X-Lane: 1"], "headers: 'X-Lane' is set by the relay"),
+    (["--policy", "slow"], 'there is no policy "slow"'),
+    (["--policy", "base=1h,cap=1m"], "retry.cap: must be between 1h"),
+    (["--retryable", "200"], "retryable: '200' has a 2xx"),
+    (["--method", "GET"], "method: must be one of POST, PUT, PATCH, not 'GET'"),
+    (["--on-dead-letter", "stop"], "on_dead_letter: must be one of continue, block"),
+    (["--timeout", "2h"], "timeout: must be longer than nothing and at most 1h"),
+    (["--timeout", "0"], '"0" is not a time'),
+    (["--backlog-max", "0"], "backlog_max: must be between 1"),
+    (["--filter", "@.**"], "filter: "),
+    (["--filter", "@.a ="], "filter: the database cannot read it: syntax error"),
+    (["--filter", "@.a == 1", "--no-filter"], "say one of --no-filter and --filter, not both"),
+    (["--tenant", "t", "--no-tenant"], "say one of --no-tenant and --tenant, not both"),
+    (["--name", " "], "name: must be printable text"),
+    (["--url", "http://10.0.0.1/"], "url: 10.0.0.1 is a private network"),
+]
+
+
+def test_a_wrong_update_is_one_line_and_changes_nothing(here: Command) -> None:
+    here("endpoint", "add", "a", URL)
+    for args, says in WRONG:
+        result = here("endpoint", "update", "a", *args)
+        assert result.code == 2
+        assert says in result.error
+    (only,) = here("endpoint", "export", "--json").json["endpoints"]
+    assert only.keys() == {"id", "name", "url"}
+
+
+def test_help_groups_what_belongs_together(outbox: Command) -> None:
+    for command in ("add", "update"):
+        text = outbox("endpoint", command, "--help").out
+        titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+        assert titles == [
+            "What it receives",
+            "How it is called",
+            "When a delivery fails",
+            "Options",
+        ]
+
+
+# ------------------------------------------------------------------- states
+
+
+def test_pause_and_resume_several(here: Command) -> None:
+    for name in ("a", "b"):
+        here("endpoint", "add", name, URL)
+    assert here("endpoint", "pause", "a", "--why", "they moved").code == 0
+    both = here("endpoint", "pause", "a", "b")
+    assert both.out == 'endpoint "a" is paused already\npaused endpoint "b"\n'
+    state = here("endpoint", "show", "a").out.splitlines()[3]
+    assert re.fullmatch(r"state +paused since \S+ \S+ by \S+@\S+: they moved", state)
+    as_json = here("endpoint", "resume", "a", "--json").json
+    assert [(c["name"], c["state"], c["changed"]) for c in as_json] == [("a", "active", True)]
+    assert here("endpoint", "resume", "a", "b").out == (
+        'endpoint "a" was not paused; it is tried at once\nresumed endpoint "b"\n'
+    )
+    assert here("endpoint", "pause").code == 2
+    enabled = here("endpoint", "enable", "a")
+    assert (enabled.code, enabled.error) == (
+        2,
+        'endpoint "a" is active; only a disabled one is enabled',
+    )
+
+
+def test_rotate_secret_shows_the_new_one_once(here: Command) -> None:
+    first = here("endpoint", "add", "a", URL, "--json").json["secret"]
+    told = here("endpoint", "rotate-secret", "a")
+    assert "not shown again" in told.err
+    assert re.search(r"^old secret  signs until \d{4}-", told.out, re.MULTILINE)
+    made = here("endpoint", "rotate-secret", "a", "--overlap", "0", "--json").json
+    assert (made["live"], made["old_until"]) == (1, None)
+    assert made["secret"] not in (first, told.out)
+    shown = here("endpoint", "show", "a")
+    assert "whsec_" not in shown.out
+    wrong = here("endpoint", "rotate-secret", "a", "--overlap", "soon")
+    assert (wrong.code, wrong.error) == (
+        2,
+        '--overlap: "soon" is not a time such as 30s, 10m, 2h or 1d',
+    )
+
+
+# ------------------------------------------------------------------ removal
+
+
+@asynccontextmanager
+async def removing(database: Database) -> AsyncIterator[asyncio.subprocess.Process]:
+    """`outbox endpoint remove a --wait`, gone at the end."""
+    removal = await asyncio.create_subprocess_exec(
+        *process.command_line("endpoint", "remove", "a", "--wait"),
+        env=process.environment({"OUTBOX_DSN": database.dsn}),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(30):
+            yield removal
+    finally:
+        if removal.returncode is None:
+            removal.kill()
+            await removal.wait()
+
+
+async def test_remove_can_wait_until_everything_is_delivered(database: Database) -> None:
+    await add_endpoint(database, "a")
+    await publish(database, 1, 2, 3)
+    answering = asyncio.Event()
+
+    async def answer(_: Sent) -> Answer:
+        await answering.wait()
+        return OK
+
+    network = Network(answer)
+    async with running(database, network):
+        await until(lambda: fetchval(database, "SELECT last_seq = 3 FROM lane_counter"))
+        async with removing(database) as removal:
+            assert removal.stderr is not None
+            assert await removal.stderr.readline() == b'endpoint "a" is owed 3 deliveries\n'
+            # Nothing new is for it any more.
+            await publish(database, 4)
+            answering.set()
+            out, _ = await removal.communicate()
+    assert (removal.returncode, out) == (0, b'removed endpoint "a"\n')
+    assert network.data() == [1, 2, 3]
+    assert await exceptions(database) == {}
+
+
+async def test_a_removal_that_waits_ends_when_the_endpoint_is_enabled_again(
+    database: Database,
+) -> None:
+    await add_endpoint(database, "a")
+    await fetchval(database, "UPDATE lane_counter SET last_seq = 1")
+    async with removing(database) as removal:
+        assert removal.stderr is not None
+        assert b"is owed 1 delivery" in await removal.stderr.readline()
+        async with database.connection(server_settings={"search_path": "relay"}) as connection:
+            await endpoint_states.enable(connection, "relay", "a", actor="test")
+        assert b"was enabled again meanwhile" in await removal.stderr.readline()
+        assert await removal.wait() == 2
+    assert await fetchval(database, "SELECT state FROM endpoint") == "active"
+
+
+def test_remove_asks_nobody_who_is_not_there(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    both = here("endpoint", "remove", "a", "--wait", "--give-up")
+    assert (both.code, both.error) == (2, "say one of --give-up and --wait, not both")
+    here("endpoint", "pause", "a")
+    paused = here("endpoint", "remove", "a", "--wait")
+    assert paused.code == 2
+    assert "is paused and delivers nothing; resume it first, or say --give-up" in paused.error
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "state"), [(b"n\n", 2, "active"), (b"y\n", 0, "removing")]
+)
+async def test_remove_asks_whoever_is_there(
+    database: Database, said: bytes, code: int, state: str
+) -> None:
+    await add_endpoint(database, "a")
+    await fetchval(database, "UPDATE lane_counter SET last_seq = 2")
+    terminal, side = pty.openpty()
+    try:
+        removal = await asyncio.create_subprocess_exec(
+            *process.command_line("endpoint", "remove", "a"),
+            env=process.environment({"OUTBOX_DSN": database.dsn}),
+            stdin=side,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=side,
+        )
+        os.close(side)
+        shown = b""
+        async with asyncio.timeout(30):
+            while b"[y/N]" not in shown:
+                shown += await asyncio.to_thread(os.read, terminal, 4096)
+            os.write(terminal, said)
+            assert await removal.wait() == code
+    finally:
+        os.close(terminal)
+    assert b'endpoint "a" is owed 2 deliveries; give up for good?' in shown
+    assert await fetchval(database, "SELECT state FROM endpoint") == state
+
+
+def test_a_list_says_in_a_word_how_an_endpoint_is(here: Command, database: Database) -> None:
+    for name in ("drained", "failing", "fine", "paused"):
+        here("endpoint", "add", name, URL)
+    here("endpoint", "pause", "paused")
+    sql = """
+        UPDATE endpoint_health SET state = 'failing' FROM endpoint e
+         WHERE e.id = endpoint_id AND e.name IN ('failing', 'paused');
+        UPDATE subscription SET to_batch = 1 FROM endpoint e
+         WHERE e.id = endpoint_id AND e.name = 'drained'
+    """
+    for statement in sql.split(";"):
+        asyncio.run(fetchval(database, statement))
+    words = [line.split()[5] for line in here("endpoint", "list").out.splitlines()[1:]]
+    assert words == ["draining", "failing", "active", "paused"]
+
+
+async def test_waiting_for_a_removal_can_be_interrupted(database: Database) -> None:
+    await add_endpoint(database, "a")
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        await db.execute("UPDATE lane_counter SET last_seq = 2")
+        async with removing(database) as removal:
+            assert removal.stderr is not None
+            line = (await removal.stderr.readline()).decode()
+            assert line == 'endpoint "a" is owed 2 deliveries; no relay is running: outbox relay\n'
+            removal.send_signal(signal.SIGINT)
+            _, err = await removal.communicate()
+        assert removal.returncode == 130
+        assert "to take it back: outbox endpoint enable a" in err.decode()
+        assert await fetchval(database, "SELECT state FROM endpoint") == "active"
+        # And it is taken back.
+        await endpoint_states.enable(db, "relay", "a", actor="test")
+
+
+# --------------------------------------------------------------------- test
+
+
+@contextmanager
+def receiver(answer: Callable[[web.Request], web.Response] | None = None) -> Iterator[Any]:
+    """A receiver in a thread of its own; yields its URL and what it got."""
+    got: list[tuple[str, dict[str, str], bytes]] = []
+
+    async def handle(request: web.Request) -> web.Response:
+        got.append((request.method, dict(request.headers), await request.read()))
+        return answer(request) if answer else web.Response(status=204)
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        ready.set()
+        await stop.wait()
+        await runner.cleanup()
+
+    port, ready, stop, loop = (
+        free_port(),
+        threading.Event(),
+        asyncio.Event(),
+        asyncio.new_event_loop(),
+    )
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield f"http://127.0.0.1:{port}/in", got
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(20)
+        loop.close()
+
+
+def test_a_test_delivery_is_one_like_any_other(here: Command, database: Database) -> None:
+    local = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+    with receiver() as (url, got):
+        made = here(
+            "endpoint",
+            "add",
+            "a",
+            url,
+            "--method",
+            "PUT",
+            "--header",
+            "X-Env: prod",
+            "--json",
+            **local,
+        ).json
+        result = here("endpoint", "test", "a", "--json", **local)
+        assert (result.code, result.json["outcome"], result.json["status"]) == (0, "delivered", 204)
+        text = here("endpoint", "test", "a", **local).out
+        assert f"sent     PUT {url}\nanswer   204\n" in text
+        assert text.endswith("outcome  delivered\n")
+    (method, headers, body), (_, _, second) = got
+    assert (method, headers["X-Env"], headers["X-Sequence"]) == ("PUT", "prod", "1")
+    verify(headers, body, [parse_secret(made["secret"])], time.time())
+    sent = orjson.loads(body)
+    assert (sent["type"], sent["sequence"], sent["previous_sequence"]) == ("outbox.test", 1, 0)
+    assert sent["lane"] == headers["X-Lane"]
+    assert sent["lane"].startswith(made["id"].replace("-", "")[:12] + "-test-")
+    assert orjson.loads(second)["lane"] != sent["lane"]
+    # Outside of everything: nothing is written.
+    assert here("status", "--json").json["endpoints"][0]["owed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "outcome", "says"),
+    [
+        (503, {"Retry-After": "30"}, "retried", "tried again after 0s to 5s (standard); it asks"),
+        (400, {}, "dead_letter", "a dead letter at once"),
+        (410, {}, "disabled", "a dead letter, and the endpoint would be disabled"),
+        (302, {"Location": "/x"}, "dead_letter", "a dead letter at once"),
+    ],
+)
+def test_a_test_says_what_the_relay_would_make_of_the_answer(
+    here: Command, status: int, headers: dict[str, str], outcome: str, says: str
+) -> None:
+    local = {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+
+    def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, headers=headers, body=b"no\x1b[31m")
+
+    with receiver(answer=answer) as (url, _):
+        here("endpoint", "add", "a", url, **local)
+        as_json = here("endpoint", "test", "a", "--json", **local)
+        text = here("endpoint", "test", "a", **local)
+    assert (as_json.code, text.code) == (1, 1)
+    assert (as_json.json["status"], as_json.json["outcome"]) == (status, outcome)
+    assert says in text.out
+    assert "\x1b" not in text.out
+
+
+def test_a_test_goes_nowhere_that_the_relay_would_not(here: Command) -> None:
+    here("endpoint", "add", "a", "http://127.0.0.1:9/", OUTBOX_ALLOW_NETWORKS="127.0.0.0/8")
+    result = here("endpoint", "test", "a", "--json")
+    assert result.code == 1
+    assert (result.json["failure"], result.json["outcome"]) == ("egress_refused", "retried")
+    missing = here("endpoint", "test", "b")
+    assert missing.code == 2

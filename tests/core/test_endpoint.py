@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+import pytest
+
+from outbox.core.answer import RETRYABLE
+from outbox.core.endpoint import EndpointSettings
+from outbox.core.retry import PRESETS, STANDARD
+from outbox.errors import UsageError
+
+FULL: dict[str, Any] = {
+    "name": "billing",
+    "url": "https://example.com/",
+    "types": ("order.*", "refund.**"),
+    "tenant": "acme",
+    "filter": "@.total > 100",
+    "method": "PUT",
+    "headers": {"Authorization": "Bearer x"},
+    "connect_timeout_s": 2.5,
+    "total_timeout_s": 30.0,
+    "retry": PRESETS["plane"],
+    "retryable": ("429", "5XX"),
+    "on_dead_letter": "block",
+    "backlog_count_max": 1000,
+    "backlog_age_max_s": 172800.0,
+    "disable_after_s": 86400.0,
+    "lanes": 8,
+}
+
+
+def settings(**values: Any) -> EndpointSettings:
+    return EndpointSettings(**{"name": "a", "url": "https://example.com/"} | values)
+
+
+def test_what_is_not_said_is_the_contracts_default() -> None:
+    default = settings()
+    assert default.types == ("**",)
+    assert (default.tenant, default.all_tenants, default.filter) == (None, False, None)
+    assert (default.method, default.headers) == ("POST", {})
+    assert (default.connect_timeout_s, default.total_timeout_s) == (5, 15)
+    assert default.retry == STANDARD
+    assert default.retryable_statuses == RETRYABLE
+    assert (default.on_dead_letter, default.lanes) == ("continue", 1)
+    assert (default.backlog_count_max, default.backlog_age_max_s) == (None, None)
+    assert default.disable_after_s == 3 * 86400
+
+
+def test_settings_survive_being_stored() -> None:
+    full = EndpointSettings(**FULL)
+    stored = orjson.loads(orjson.dumps(full.to_dict()))
+    assert EndpointSettings.from_dict(stored) == full
+    assert EndpointSettings.from_dict(settings().to_dict()) == settings()
+
+
+def test_values_have_one_form() -> None:
+    assert settings(types=["b", "a", "b"]).types == ("b", "a")
+    assert settings(types=[]).types == ("**",)
+    assert settings(retryable=["5XX"]).retryable == ("5xx",)
+    assert settings(retryable=["5xx"]).retryable_statuses == frozenset(range(500, 600))
+    assert settings(retryable=[]).retryable_statuses == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"name": ""}, "name: must be printable text"),
+        ({"name": " a"}, "name: must be printable text"),
+        ({"name": "a\nb"}, "name: must be printable text"),
+        ({"name": "\udc80"}, "name: must be printable text"),
+        ({"name": "é" * 101}, "name: longer than 200 bytes"),
+        ({"name": 7}, "name: must be a text, not 7"),
+        ({"url": ""}, "url: must be a text"),
+        ({"types": "order.*"}, "types: must be a list"),
+        ({"types": [7]}, "types: must be a text, not 7"),
+        ({"types": ["order."]}, "types: 'order.' is not one"),
+        ({"types": [f"t{i}" for i in range(101)]}, "types: 101 patterns, the limit is 100"),
+        ({"tenant": ""}, "tenant: 0 bytes, must be 1 to 255"),
+        ({"tenant": "a", "all_tenants": True}, "tenant: an endpoint is for one tenant or for all"),
+        ({"all_tenants": 1}, "all_tenants: must be true or false"),
+        ({"filter": "@.**"}, "filter: "),
+        ({"filter": 7}, "filter: must be a text, not 7"),
+        ({"method": "GET"}, "method: must be one of POST, PUT, PATCH, not 'GET'"),
+        ({"headers": ["X-A: 1"]}, "headers: must be names with values"),
+        ({"headers": {"X-Lane": "1"}}, "headers: 'X-Lane' is set by the relay"),
+        ({"headers": {"X-A": 7}}, "headers: 'X-A' has a value that is not text"),
+        ({"headers": {"X-A": "1", "x-a": "2"}}, "headers: 'x-a' stands there twice"),
+        ({"headers": {"X-A": "x" * 8192}}, "headers: .* the limit is 8192"),
+        ({"connect_timeout_s": 0}, "connect_timeout: must be longer than nothing"),
+        ({"connect_timeout_s": math.nan}, "connect_timeout: "),
+        ({"total_timeout_s": 3601}, "timeout: must be longer than nothing and at most 1h"),
+        ({"total_timeout_s": True}, "timeout: "),
+        ({"total_timeout_s": "5s"}, "timeout: "),
+        ({"retryable": ["200"]}, "retryable: '200' has a 2xx"),
+        ({"retryable": "5xx"}, "retryable: must be a list"),
+        ({"on_dead_letter": "stop"}, "on_dead_letter: must be one of continue, block"),
+        ({"backlog_count_max": 0}, "backlog_max: must be between 1 and"),
+        ({"backlog_count_max": 1.5}, "backlog_max: must be between 1 and"),
+        ({"backlog_age_max_s": -1}, "backlog_age: must be longer than nothing"),
+        ({"disable_after_s": 0}, "disable_after: must be longer than nothing"),
+        ({"lanes": 0}, "lanes: must be between 1 and 1024, not 0"),
+        ({"lanes": 1025}, "lanes: must be between 1 and 1024, not 1025"),
+        ({"lanes": True}, "lanes: "),
+    ],
+)
+def test_a_wrong_setting_is_named_in_one_line(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=f"^{says}") as caught:
+        settings(**values)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stored_setting_that_does_not_exist() -> None:
+    with pytest.raises(UsageError, match=r"^colour: an endpoint has no such setting"):
+        EndpointSettings.from_dict({"name": "a", "url": "u", "colour": "red"})

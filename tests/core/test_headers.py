@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from outbox.core.headers import header_problem, own
+from outbox.core.headers import merge as merge_json
+
+if TYPE_CHECKING:
+    from outbox.core.answer import Headers
+
+
+def merge(endpoint: dict[str, Any], event: dict[str, Any]) -> Headers:
+    return merge_json(own(endpoint), orjson.dumps(event))
+
+
+def test_the_endpoints_headers_come_first_and_the_events_win() -> None:
+    endpoint = {"Authorization": "Bearer a", "X-Env": "prod"}
+    event = {"x-env": "test", "traceparent": "00-1"}
+    assert merge(endpoint, event) == (
+        ("Authorization", "Bearer a"),
+        ("x-env", "test"),
+        ("traceparent", "00-1"),
+    )
+    assert merge(endpoint, {}) == tuple(endpoint.items())
+    assert merge({}, event) == tuple(event.items())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["X-Lane", "x-sequence", "Webhook-Id", "webhook-anything", "Host", "Content-Length", "TE"],
+)
+def test_ours_cannot_be_overridden_by_either(name: str) -> None:
+    assert header_problem(name, "1") is not None
+    assert merge({name: "1"}, {name: "2"}) == ()
+
+
+def test_what_http_cannot_carry_is_left_out_and_the_other_one_stays() -> None:
+    assert merge({"X-A": "fine"}, {"X-A": "bad\r\nX-B: 1"}) == (("X-A", "fine"),)
+    assert merge({"X A": "1", "X-N": 1, "": "1"}, {}) == ()
+    assert merge({}, {"X-A": " spaced\t"}) == (("X-A", "spaced"),)
+    assert merge({"X-A": "1", "x-a": "2"}, {}) == (("X-A", "1"),)

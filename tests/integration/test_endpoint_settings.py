@@ -1,0 +1,95 @@
+"""What an endpoint asks for is what its requests look like."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from outbox.core.answer import Answer
+from outbox.core.signature import SignatureMismatch, parse_secret, verify
+from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+
+async def test_method_headers_and_time_outs_are_the_endpoints(database: Database) -> None:
+    await add_endpoint(database)
+    await fetchval(
+        database,
+        """UPDATE endpoint SET method = 'PUT', connect_timeout_s = 1.5, total_timeout_s = 2.5,
+                  headers = '{"X-Api-Key": "endpoint", "X-Team": "endpoint",
+                             "X-Lane": "forged"}'""",
+    )
+    network = Network()
+    async with running(database, network):
+        await publish(database, 1, headers='{"x-team": "event", "Content-Length": "9"}')
+        await all_ended(database)
+    (sent,) = network.sent
+    request = sent.request
+    assert request.method == "PUT"
+    assert (request.connect_timeout_s, request.total_timeout_s) == (1.5, 2.5)
+    assert sent.headers["x-api-key"] == "endpoint"
+    assert sent.headers["x-team"] == "event"
+    assert sent.headers["x-lane"] == sent.body["lane"]
+    assert "content-length" not in sent.headers
+    names = [name.lower() for name, _ in request.headers]
+    assert len(names) == len(set(names))
+
+
+async def test_an_endpoints_own_list_says_what_is_tried_again(database: Database) -> None:
+    await add_endpoint(database)
+    await fetchval(database, "UPDATE endpoint SET retryable = '{404}'")
+    answers = iter([Answer.of(404, 0.001), OK, Answer.of(503, 0.001)])
+    network = Network(lambda _: next(answers))
+    async with running(database, network):
+        await publish(database, 1)
+        await all_ended(database)
+        await publish(database, 2)
+        await all_ended(database)
+    assert [sent.seq for sent in network.sent] == [1, 1, 2]
+    assert await fetchval(database, "SELECT array_agg(seq) FROM dead_letter") == [2]
+
+
+async def test_a_secret_that_is_replaced_signs_until_its_time(database: Database) -> None:
+    old = parse_secret((await add_endpoint(database)).secret)
+    text = "whsec_" + "A" * 43 + "="
+    await fetchval(
+        database,
+        """INSERT INTO endpoint_secret (endpoint_id, id, secret) SELECT id, 2, $1 FROM endpoint""",
+        text,
+    )
+    await fetchval(
+        database,
+        """UPDATE endpoint_secret SET expires_at = clock_timestamp() + interval '1 second'
+            WHERE id = 1""",
+    )
+    network = Network()
+    async with running(database, network):
+        await publish(database, 1)
+        await until(lambda: len(network.sent) == 1, 5)
+
+        async def one_signature() -> bool:
+            await publish(database, 1)
+            await all_ended(database)
+            return " " not in network.sent[-1].headers["webhook-signature"]
+
+        await until(one_signature, 10, "the old secret to end")
+    first, last = network.sent[0], network.sent[-1]
+    for secret, sent, signs in (
+        (old, first, True),
+        (parse_secret(text), first, True),
+        (old, last, False),
+        (parse_secret(text), last, True),
+    ):
+        assert _verifies(secret, sent) is signs
+
+
+def _verifies(secret: bytes, sent: Sent) -> bool:
+    try:
+        verify(sent.headers, sent.request.body, [secret], time.time())
+    except SignatureMismatch:
+        return False
+    return True

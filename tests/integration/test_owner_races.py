@@ -1,0 +1,240 @@
+"""What an owner does while operators, and other statements, come in between."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.answer import Answer
+from outbox.core.health import Health
+from outbox.relay.care import Caretaker
+from outbox.relay.dispatcher import Dispatcher
+from outbox.store import endpoint_changes, endpoint_states
+from outbox.store.lanes import LaneStore
+from tests.support.relay import (
+    BUSY,
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    relay,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    import pytest
+
+    from outbox.core.health import HealthRecord
+    from outbox.store.destinations import Endpoint
+    from outbox.store.lanes import LoadedLane
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+
+async def change_endpoint(database: Database, **settings: Any) -> None:
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        await endpoint_changes.update(
+            connection, "relay", "shop", lambda old: replace(old, **settings), actor="test"
+        )
+
+
+async def test_a_lane_blocked_during_a_look_stays_blocked(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database, lanes=64, on_dead_letter="block")
+    answer_b = asyncio.Event()
+
+    async def answer(sent: Sent) -> Answer:
+        if sent.body["data"] == "b1":
+            await answer_b.wait()
+        return REFUSED if sent.body["data"] in ("a1", "b1") else OK
+
+    read_blocked = LaneStore.blocked
+
+    async def slowly(self: LaneStore, lane_ids: Collection[int]) -> set[int]:
+        found = await read_blocked(self, lane_ids)
+        answer_b.set()
+        await until(lambda: _blocks(database, 2), 5, "the second block")
+        return found
+
+    monkeypatch.setattr(LaneStore, "blocked", slowly)
+    network = Network(answer)
+    async with running(database, network):
+        await publish(database, "a1", "a2", key="a")
+        await until(lambda: _blocks(database, 1), 5, "the first block")
+        await publish(database, "b1", "b2", "b3", key="b")
+        await until(lambda: len(network.sent) == 2, 5, "a request")
+        await change_endpoint(database, disable_after_s=1000.0)
+        await until(lambda: _blocks(database, 2), 5, "the second block")
+        await change_endpoint(database, disable_after_s=2000.0)
+        await publish(database, "c", key="c")
+        await until(lambda: network.data() == ["c"], 5, "another lane")
+    assert [sent.body["data"] for sent in network.sent] == ["a1", "b1", "c"]
+    assert await exceptions(database) == {}
+
+
+async def test_who_waits_for_a_slot_obeys_a_pause_that_came_meanwhile(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = asyncio.Event()
+    update = Dispatcher.update
+
+    def updated(self: Dispatcher, endpoints: list[Endpoint], unblocked: set[int]) -> None:
+        update(self, endpoints, unblocked)
+        if any(endpoint.state == "paused" for endpoint in endpoints):
+            heard.set()
+
+    monkeypatch.setattr(Dispatcher, "update", updated)
+    await add_endpoint(database, "slow", types=["slow"])
+    await add_endpoint(database, types=["a.b"])
+    release = asyncio.Event()
+
+    async def answer(sent: Sent) -> Answer:
+        if sent.body["data"] == "slow":
+            await release.wait()
+        return OK
+
+    network = Network(answer)
+    async with running(database, network, in_flight_max=1):
+        await publish(database, "slow", type="slow")
+        await until(lambda: len(network.sent) == 1, 5, "the slot to be taken")
+        await publish(database, "paused")
+        await until(lambda: _numbered(database, 2), 5, "sequencing")
+        async with database.connection(server_settings={"search_path": "relay"}) as connection:
+            await endpoint_states.pause(connection, "relay", ["shop"], actor="test")
+            await heard.wait()
+            release.set()
+            await publish(database, "last", type="slow")
+            await until(lambda: network.data() == ["slow", "last"], 5, "the slot to be free")
+            await endpoint_states.resume(connection, "relay", ["shop"], actor="test")
+        await all_ended(database)
+    assert network.data() == ["slow", "last", "paused"]
+
+
+async def test_who_waits_for_a_slot_obeys_a_retry_after_that_came_meanwhile(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    read_deliveries = LaneStore.deliveries
+
+    async def deliveries(self: LaneStore, lanes: Sequence[LoadedLane], *of: Any) -> Any:
+        rows = await read_deliveries(self, lanes, *of)
+        read.extend(lane.id for lane in lanes)
+        return rows
+
+    monkeypatch.setattr(LaneStore, "deliveries", deliveries)
+    await add_endpoint(database, lanes=32, types=["a.b"])
+    await add_endpoint(database, "other", types=["other"])
+    answer_first = asyncio.Event()
+
+    async def answer(sent: Sent) -> Answer:
+        if sent.body["type"] == "other":
+            return OK
+        await answer_first.wait()
+        return Answer.of(429, 0.001, headers=(("Retry-After", "60"),))
+
+    network = Network(answer)
+    async with running(database, network, in_flight_max=1):
+        for key in "abcdefgh":
+            await publish(database, key, key=key)
+        lanes = await _lanes(database)
+        await until(lambda: len(set(read)) == lanes, 5, "them to wait for the slot")
+        await publish(database, "other", type="other")
+        await until(lambda: len(set(read)) == lanes + 1, 5, "the other one to wait behind them")
+        answer_first.set()
+        await until(lambda: network.data() == ["other"], 5, "the slot to be free")
+    assert len(network.sent) == 2
+
+
+async def test_receivers_do_not_run_far_ahead_of_a_log_that_cannot_be_written(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.recorder.PENDING_MAX", 3)
+    await add_endpoint(database, types=["a.b"])
+    network = Network()
+    async with running(database, network, lease_s=30.0, ack_group_ms=0.0):
+        await publish(database, "first")
+        await all_ended(database)
+        async with (
+            database.connection(server_settings={"search_path": "relay"}) as connection,
+            connection.transaction(),
+        ):
+            await connection.execute("LOCK TABLE attempt IN SHARE MODE")
+            await publish(database, *range(20))
+            await until(lambda: _numbered(database, 21), 5, "sequencing")
+            await until(lambda: len(network.sent) >= 5, 5, "what may be sent")
+            await add_endpoint(database, "other", types=["other"])
+            await publish(database, "other", type="other")
+            await until(lambda: "other" in network.data(), 5, "another endpoint")
+            assert len(network.sent) <= 1 + 4 + 4 + 1
+        await all_ended(database)
+    assert [data for data in network.data() if data != "other"] == ["first", *range(20)]
+
+
+async def test_what_one_endpoint_does_costs_nothing_for_the_others(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: set[Health] = set()
+    record = Health.record
+
+    def recorded(self: Health) -> HealthRecord:
+        looked_at.add(self)
+        return record(self)
+
+    for n in range(5):
+        await add_endpoint(database, f"fine{n}", types=["fine"])
+    await add_endpoint(database, types=["a.b"])
+    network = Network(lambda sent: BUSY if sent.body["type"] == "a.b" else OK)
+    async with running(database, network):
+        await publish(database, "fine", type="fine")
+        await all_ended(database)
+        monkeypatch.setattr(Health, "record", recorded)
+        await publish(database, *range(10))
+        failing = "SELECT count(*) = 1 FROM endpoint_health WHERE state = 'failing'"
+        await until(lambda: fetchval(database, failing), 10, "the breaker to open")
+    assert len(looked_at) == 1
+
+
+async def test_a_relay_that_is_cancelled_ends_though_its_session_ends_in_an_error(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails_at_the_end(_: Caretaker) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ConnectionResetError
+
+    monkeypatch.setattr(Caretaker, "run", fails_at_the_end)
+    await add_endpoint(database)
+    network = Network()
+    worker = relay(database, network)
+    task = asyncio.create_task(worker.run())
+    await publish(database, 1)
+    await until(lambda: network.data() == [1], 10, "the relay to work")
+    task.cancel()
+    done, _ = await asyncio.wait([task], timeout=10)
+    worker.stop()
+    assert done
+    assert task.cancelled()
+
+
+async def _numbered(database: Database, deliveries: int) -> bool:
+    return bool(await fetchval(database, "SELECT count(*) = $1 FROM delivery", deliveries))
+
+
+async def _lanes(database: Database) -> int:
+    """How many lanes the keys went to."""
+    await until(lambda: _numbered(database, 8), 5, "sequencing")
+    return int(await fetchval(database, "SELECT count(DISTINCT lane_id) FROM delivery"))
+
+
+async def _blocks(database: Database, count: int) -> bool:
+    return bool(await fetchval(database, "SELECT count(*) = $1 FROM lane_block", count))

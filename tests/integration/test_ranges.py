@@ -1,0 +1,319 @@
+"""A dead-letter range is sent again: every number once, in order, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.identity import delivery_id
+from outbox.relay import sequencer as module
+from outbox.relay.sequencer import Turn
+from outbox.store import dead, endpoint_removal, replays
+from outbox.store.replays import Selection
+from tests.support import ranges
+from tests.support.relay import (
+    BUSY,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    killed_at_the_end,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+ALL = Selection(everything=True)
+
+PUBLISH_MANY = """
+INSERT INTO outbox (type, key, payload)
+SELECT 'a.b', CASE WHEN n % 3 > 0 THEN 'k' || n % 7 END, to_jsonb(n) FROM generate_series(1, $1) n
+"""
+
+# What every number of every range should become: its lane's name, and X-Delivery.
+OF_RANGES = """
+SELECT e.id, l.generation, l.slot, d.seq, d.outbox_id
+  FROM dead_letter x
+  JOIN delivery d ON d.lane_id = x.lane_id AND d.seq BETWEEN x.seq AND x.to_seq
+  JOIN lane l ON l.id = x.lane_id JOIN endpoint e ON e.id = l.endpoint_id
+ WHERE x.outbox_id IS NULL
+"""
+
+PENDING = "SELECT sum(to_seq - next_seq + 1)::int FROM replay WHERE next_seq <= to_seq"
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+async def a_range(
+    database: Database, db: Connection[Any], numbers: int, **options: Any
+) -> tuple[UUID, list[int]]:
+    """An endpoint, all of whose deliveries were given up unsent; (endpoint, ranges)."""
+    made = await add_endpoint(database, **options)
+    await db.execute(PUBLISH_MANY, numbers)
+    await ranges.sequence_all(database)
+    return made.id, await ranges.give_up(db)
+
+
+async def expected(db: Connection[Any]) -> dict[tuple[str, int], str]:
+    """X-Delivery by the lane and number that a replay stands for."""
+    return {
+        (f"{r['id'].hex[:12]}-{r['generation']}-{r['slot']}", r["seq"]): str(
+            delivery_id(r["id"], r["outbox_id"])
+        )
+        for r in await db.fetch(OF_RANGES)
+    }
+
+
+def stood_for(sent: Sent) -> tuple[str, int] | None:
+    replay_of = sent.body.get("replay_of")
+    return replay_of and (replay_of["lane"], replay_of["sequence"])
+
+
+async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLAYS_MAX", 20)
+    endpoint_id, letters = await a_range(database, db, 5000, lanes=3)
+    assert len(letters) == 3
+    # Its keys have other lanes today.
+    await ranges.change_lanes(db, endpoint_id, 2)
+    network, other = Network(), Network()
+
+    async def in_the_middle(least: int) -> bool:
+        return 0 < (await db.fetchval(PENDING) or 0) < 5000 - least
+
+    async with killed_at_the_end(database, network):
+        await until(lambda: db.fetchval("SELECT bool_and(replica_id > 0) FROM ownership"))
+        await replays.replay(db, "relay", ALL, actor="test")
+        await publish(database, "one", key="k1")
+        await until(lambda: in_the_middle(300))
+    assert {row.state for row in await dead.page(db, "relay", states=dead.STATES)} == {"replaying"}
+    async with running(database, other):
+        async with killed_at_the_end(database, network):
+            await publish(database, "two", key="k1")
+            await until(lambda: in_the_middle(1500))
+        await publish(database, "three", key="k1")
+        await all_ended(database, timeout_s=60)
+    # A copy after a crash carries what the first one carried.
+    by_number: dict[tuple[str, int], set[tuple[str, tuple[str, int] | None]]] = defaultdict(set)
+    for sent in (*network.accepted, *other.accepted):
+        by_number[sent.lane, sent.seq].add((sent.delivery, stood_for(sent)))
+    assert {len(told) for told in by_number.values()} == {1}
+    lanes: dict[str, list[tuple[str, tuple[str, int] | None]]] = defaultdict(list)
+    for (lane, _), told in sorted(by_number.items()):
+        lanes[lane] += told
+    again = [(of, told) for got in lanes.values() for told, of in got if of is not None]
+    assert len(again) == 5000
+    assert {lane.partition("-")[2] for lane in lanes} == {"2-0", "2-1"}
+    assert dict(again) == await expected(db)
+    for got in lanes.values():
+        # In the order of their numbers, those of one lane.
+        for was in {of[0] for _, of in got if of}:
+            told_of = [of[1] for _, of in got if of and of[0] == was]
+            assert told_of == sorted(told_of)
+    # Live events are among them, not behind them.
+    (live,) = ([of for _, of in got] for got in lanes.values() if any(not of for _, of in got))
+    assert live.index(None) < len(live) // 2
+    rows = await dead.page(db, "relay", states=dead.STATES)
+    assert {(row.state, row.again) for row in rows} == {("replayed", None)}
+    assert await exceptions(database) == {}
+
+
+async def test_a_batch_takes_live_events_first_and_a_helping_of_a_range(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLAYS_MAX", 4)
+    _, (letter,) = await a_range(database, db, 10)
+    await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
+    worker = await ranges.sequencer(database)
+    sql = """SELECT array_agg(coalesce(replay_seq, 0) ORDER BY seq) FROM delivery
+              WHERE batch = (SELECT max(batch) FROM batch)"""
+    got = []
+    for _ in range(3):
+        await publish(database, "live")
+        assert await worker.turn() is Turn.MOVED
+        got.append(await db.fetchval(sql))
+    assert got == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8], [0, 9, 10]]
+    assert await worker.turn() is Turn.IDLE
+    assert await exceptions(database) == {}
+
+
+async def test_who_follows_a_dead_sequencer_goes_on_with_its_range(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLAYS_MAX", 4)
+    _, (letter,) = await a_range(database, db, 10)
+    first, second = [await ranges.sequencer(database) for _ in range(2)]
+    await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
+    for worker in (first, second, first):
+        assert await worker.turn() is Turn.MOVED
+    assert await db.fetchval(PENDING) is None
+    for worker in (first, second, first, second):
+        assert await worker.turn() is Turn.IDLE
+    assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id > 0") == 10
+    await publish(database, "a")
+    assert await second.turn() is Turn.MOVED
+    assert await exceptions(database) == {}
+
+
+async def test_what_becomes_of_a_range_that_is_sent_again(
+    database: Database, db: Connection[Any]
+) -> None:
+    await a_range(database, db, 9, lanes=3)
+    await replays.replay(db, "relay", ALL, actor="test")
+
+    async def states() -> list[tuple[str, int | None]]:
+        rows = await dead.page(db, "relay", states=dead.STATES)
+        for row in rows:
+            for shown in (await dead.get(db, "relay", row.id)).replays:
+                assert (shown.state, shown.again) == (row.state, row.again)
+        return [(row.state, row.again) for row in rows]
+
+    assert await states() == [("replaying", None)] * 3
+    await ranges.sequence_all(database)
+    assert await states() == [("replaying", None)] * 3
+    refused: list[int] = []
+
+    def refuse_one(sent: Sent) -> Any:
+        # The middle one of what the second lane replays.
+        if sent.lane.endswith("-1") and sent.body["data"] == refused[0]:
+            return REFUSED
+        return BUSY if sent.body["data"] in refused[1:] else Network().script(sent)
+
+    sql = """SELECT array_agg(d.outbox_id::int ORDER BY d.seq) FROM delivery d
+               JOIN lane l ON l.id = d.lane_id WHERE l.slot = 1 AND d.replay_id IS NULL"""
+    inner = await db.fetchval(sql)
+    refused.append(inner[len(inner) // 2])
+    async with running(database, Network(refuse_one)):
+        await all_ended(database)
+    assert await states() == [("replayed", None), ("dead_again", 4), ("replayed", None),
+                              ("dead", None)]  # fmt: skip
+    assert await exceptions(database) == {}
+
+
+async def test_a_range_is_owed_as_long_as_one_of_its_lanes_owes_it(
+    database: Database, db: Connection[Any]
+) -> None:
+    endpoint_id, (letter,) = await a_range(database, db, 9)
+    await ranges.change_lanes(db, endpoint_id, 3)
+    await replays.replay(db, "relay", ALL, actor="test")
+    await ranges.sequence_all(database)
+    sql = """UPDATE lane_progress p SET acked_seq = c.last_seq
+               FROM lane_counter c JOIN lane l ON l.id = c.lane_id AND l.slot = $1
+              WHERE c.lane_id = p.lane_id"""
+    for slot in (1, 2, 0):
+        assert (await dead.get(db, "relay", letter)).row.state == "replaying"
+        await db.execute(sql, slot)
+    assert (await dead.get(db, "relay", letter)).row.state == "replayed"
+
+
+async def test_a_range_given_up_again_before_it_was_sent_is_dead_again(
+    database: Database, db: Connection[Any]
+) -> None:
+    _, (letter,) = await a_range(database, db, 5)
+    await replays.replay(db, "relay", ALL, actor="test")
+    await publish(database, "live")
+    await ranges.sequence_all(database)
+    (again,) = await ranges.give_up(db)
+    (first, second) = await dead.page(db, "relay", states=dead.STATES)
+    assert (first.id, first.state, first.again) == (letter, "dead_again", again)
+    assert (second.state, second.sequence, second.to_sequence) == ("dead", 6, 11)
+    # And once more: each names the number it has now.
+    await replays.replay(db, "relay", ALL, actor="test")
+    network = Network()
+    async with running(database, network):
+        await all_ended(database)
+    assert [stood_for(s) and stood_for(s)[1] for s in network.accepted] == [6, 7, 8, 9, 10, 11]
+    assert network.data() == ["live", 1, 2, 3, 4, 5]
+    assert await exceptions(database) == {}
+
+
+async def test_an_event_of_a_range_that_is_gone_is_given_up_as_erased(
+    database: Database, db: Connection[Any]
+) -> None:
+    await a_range(database, db, 3)
+    await db.execute("DELETE FROM outbox WHERE payload = '2'")
+    await replays.replay(db, "relay", ALL, actor="test")
+    network = Network()
+    async with running(database, network):
+        await all_ended(database)
+    assert [(s.body["data"], s.seq, s.previous_seq) for s in network.accepted] == [
+        (1, 4, 0),
+        (3, 6, 4),
+    ]
+    sql = "SELECT (seq, reason, outbox_id)::text FROM dead_letter WHERE outbox_id IS NOT NULL"
+    assert await fetchval(database, sql) == "(5,erased,2)"
+    (row, _) = await dead.page(db, "relay", states=dead.STATES)
+    assert (row.state, row.again) == ("dead_again", 2)
+
+
+async def test_numbers_that_are_not_there_hold_nobody_up_and_are_found(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLAYS_MAX", 4)
+    _, (letter,) = await a_range(database, db, 14)
+    await db.execute("DELETE FROM delivery WHERE seq IN (2, 5, 6, 7, 8, 14)")
+    await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
+    await ranges.sequence_all(database)
+    sql = "SELECT array_agg(replay_seq::int ORDER BY seq) FROM delivery WHERE replay_id > 0"
+    assert await db.fetchval(sql) == [1, 3, 4, 9, 10, 11, 12, 13]
+    assert await db.fetchval(PENDING) is None
+    assert "replayed" in await exceptions(database)
+
+
+@pytest.mark.parametrize(("state", "waits"), [("paused", False), ("disabled", True)])
+async def test_a_paused_endpoints_replays_are_numbered_a_disabled_ones_wait(
+    database: Database, db: Connection[Any], state: str, waits: bool
+) -> None:
+    one, (letter,) = await a_range(database, db, 3, name="one")
+    other = await add_endpoint(database, "other")
+    await publish(database, "a")
+    await ranges.sequence_all(database)
+    await ranges.give_up(db, other.id)
+    await replays.replay(db, "relay", ALL, actor="test")
+    await db.execute("UPDATE endpoint SET state = $1 WHERE id = $2", state, one)
+    await ranges.sequence_all(database)
+    # Nobody behind it waits for it.
+    sql = "SELECT array_agg(dead_id) FROM replay WHERE next_seq <= to_seq"
+    assert await db.fetchval(sql) == ([letter] if waits else None)
+    if waits:
+        await db.execute("UPDATE endpoint SET state = 'active'; UPDATE cursor SET version = 9")
+        await ranges.sequence_all(database)
+        assert await db.fetchval(sql) is None
+    assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id > 0") == 4
+
+
+async def test_a_removal_stops_a_range_where_it_is(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REPLAYS_MAX", 4)
+    await a_range(database, db, 10)
+    await replays.replay(db, "relay", ALL, actor="test")
+    assert await (await ranges.sequencer(database)).turn() is Turn.MOVED
+    await endpoint_removal.remove(db, "relay", "shop", actor="test", give_up=True)
+    network = Network()
+    async with running(database, network):
+        await until(lambda: db.fetchval("SELECT state = 'removed' FROM endpoint"))
+    assert network.sent == []
+    assert await db.fetchval("SELECT (next_seq, to_seq)::text FROM replay") == "(5,4)"
+    shown = await dead.page(db, "relay", states=dead.STATES)
+    assert [(r.state, r.sequence, r.to_sequence) for r in shown] == [
+        ("dead", 1, 10),
+        ("dead", 11, 14),
+    ]
+    assert await exceptions(database) == {}

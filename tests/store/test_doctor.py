@@ -1,0 +1,593 @@
+"""The doctor finds what is wrong, names who causes it, and says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+from outbox.config import Settings
+from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
+from outbox.relay.relay import Relay
+from outbox.store import doctor, dsn
+from outbox.store.doctor import Finding, Limits, Look, Severity, examine
+from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, running
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+PATH = {"server_settings": {"search_path": "relay"}}
+AT_ONCE = Limits(
+    lag_warning_s=0, listener_s=0, unfinished_s=0, failing_s=0, holder_s=0, transaction_s=0
+)
+REPLICA = """
+INSERT INTO replica (name, version, pids, lease_s, started_at, expires_at)
+VALUES ('r1', '1', '{}', 5, now() - interval '1 h', clock_timestamp() + interval '1 h')
+RETURNING id
+"""
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(**PATH)
+
+
+async def findings(db: Connection[Any], **options: Any) -> list[Finding]:
+    return [f async for f in examine(Look(db, "relay", **options))]
+
+
+async def told(db: Connection[Any], check: str, **options: Any) -> list[Finding]:
+    """What is not as it should be, by one check."""
+    found = [f for f in await findings(db, **options) if f.check == check]
+    assert found, check
+    return [f for f in found if f.severity is not Severity.OK]
+
+
+async def the_one(db: Connection[Any], check: str, **options: Any) -> Finding:
+    (finding,) = await told(db, check, **options)
+    assert finding.do
+    return finding
+
+
+def sql_of(finding: Finding) -> str:
+    """The statement that the doctor gives, as it can be run."""
+    assert finding.do
+    begin = min(i for word in ("ALTER ", "GRANT ", "SELECT ") if (i := finding.do.find(word)) >= 0)
+    return finding.do[begin:].partition("; events")[0]
+
+
+# ------------------------------------------------------------------- healthy
+
+
+async def test_a_healthy_database_has_no_problem(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    async with running(database, Network()):
+        await publish(database, 1, 2, 3)
+        await all_ended(database)
+        await until(lambda: _listens(db), what="the listener")
+        found = await findings(db, limits=replace(Limits(), listener_s=0))
+    # The tests' server does without the disk, and the machine has clients enough.
+    bad = [f for f in found if f.severity is not Severity.OK and f.check != "durability"]
+    assert bad == []
+    assert {f.subject for f in found} == set(doctor.Subject)
+    (relays,) = [f for f in found if f.check == "relays"]
+    assert "owns 1 endpoint; its lease runs for" in relays.says
+
+
+async def _listens(db: Connection[Any]) -> bool:
+    sql = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE application_name LIKE '%:listen')"
+    return bool(await db.fetchval(sql))
+
+
+@pytest.mark.one_major
+async def test_looking_changes_nothing_and_takes_no_lock(db: Connection[Any]) -> None:
+    await findings(db)
+    assert not db.is_in_transaction()
+    held = (
+        "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND mode <> 'AccessShareLock'"
+    )
+    assert await db.fetchval(f"{held} AND locktype = 'relation'") == 0
+
+
+# ------------------------------------------------------------- preconditions
+
+
+@pytest.mark.one_major
+async def test_a_missing_schema_is_all_there_is_to_say(empty_database: Database) -> None:
+    found = await findings(await empty_database.connect(**PATH))
+    assert [f.check for f in found] == ["server", "schema"]
+    assert (found[1].severity, found[1].do) == (Severity.PROBLEM, "run: outbox migrate")
+
+
+@pytest.mark.one_major
+async def test_an_older_schema_is_told_and_a_newer_one_is_an_error(db: Connection[Any]) -> None:
+    await db.execute("DELETE FROM migration WHERE version = 2")
+    found = await findings(db)
+    assert found[-1].says == 'schema "relay" is at version 1, this program needs 2'
+    await db.execute("INSERT INTO migration VALUES (99, 'future', 'x')")
+    with pytest.raises(SchemaTooNew):
+        await findings(db)
+
+
+@pytest.mark.one_major
+async def test_a_standby_is_a_problem(private_database: Database) -> None:
+    server = private_database.server.embedded
+    (server.data_dir / "standby.signal").touch()
+    server.restart()
+    db = await private_database.connect(**PATH)
+    (found,) = await findings(db)
+    await db.execute("SELECT pg_promote()")
+    assert found.severity is Severity.PROBLEM
+    assert "a standby: it takes no writes" in found.says
+
+
+@pytest.mark.parametrize(
+    ("alter", "says"),
+    [
+        ("CACHE 10", "CACHE is 10"),
+        ("INCREMENT 2", "INCREMENT is 2"),
+        ("CYCLE", "it may CYCLE"),
+        ("RESTART 2", "went back to 1, below 3"),
+    ],
+)
+@pytest.mark.one_major
+async def test_a_sequence_that_was_changed(
+    database: Database, db: Connection[Any], alter: str, says: str
+) -> None:
+    await publish(database, 1, 2, 3)
+    await db.execute("INSERT INTO batch (batch, high) VALUES (1, 3)")
+    await db.execute(f"ALTER SEQUENCE outbox_id_seq {alter}")
+    if "RESTART" in alter:
+        await db.execute("SELECT setval('outbox_id_seq', 1)")
+    found = await the_one(db, "sequence")
+    assert (found.severity, says in found.says) == (Severity.PROBLEM, True), found
+    await db.execute(sql_of(found))
+    assert await told(db, "sequence") == []
+
+
+async def test_a_sequence_that_a_crash_would_reset(database: Database, db: Connection[Any]) -> None:
+    if database.major < 15:
+        pytest.skip("there every sequence is logged")
+    await db.execute("ALTER SEQUENCE outbox_id_seq SET UNLOGGED")
+    found = await the_one(db, "sequence")
+    await db.execute(sql_of(found))
+    assert await told(db, "sequence") == []
+
+
+@pytest.mark.one_major
+async def test_an_event_with_an_id_of_its_own(db: Connection[Any]) -> None:
+    await db.execute(
+        "INSERT INTO outbox (id, type, payload) OVERRIDING SYSTEM VALUE VALUES (77, 'a', '1')"
+    )
+    found = await the_one(db, "sequence")
+    assert "an event with id 77" in found.says
+    await db.execute(sql_of(found))
+    assert await told(db, "sequence") == []
+
+
+@pytest.mark.one_major
+async def test_a_trigger_that_does_not_fire(db: Connection[Any]) -> None:
+    for how, severity in (
+        ("DISABLE", Severity.PROBLEM),
+        ("ENABLE REPLICA", Severity.PROBLEM),
+        ("ENABLE", Severity.WARNING),
+    ):
+        await db.execute(f"ALTER TABLE outbox {how} TRIGGER ring_the_relay")
+        found = await the_one(db, "trigger")
+        assert found.severity is severity
+        await db.execute(sql_of(found))
+        assert await told(db, "trigger") == []
+    await db.execute("DROP TRIGGER ring_the_relay ON outbox")
+    found = await the_one(db, "trigger")
+    assert found.severity is Severity.PROBLEM
+    assert "is gone" in found.says
+
+
+async def test_a_flag_that_producers_cannot_read(db: Connection[Any]) -> None:
+    await db.execute("REVOKE SELECT ON SEQUENCE wakeup FROM PUBLIC")
+    found = await the_one(db, "wake-up flag")
+    assert (found.severity, "producers may not read" in found.says) == (Severity.PROBLEM, True)
+    await db.execute(sql_of(found))
+    assert await told(db, "wake-up flag") == []
+
+
+@pytest.mark.one_major
+async def test_a_flag_that_is_stuck(db: Connection[Any]) -> None:
+    await db.execute("SELECT setval('wakeup', extract(epoch FROM now())::bigint + 7260)")
+    found = await the_one(db, "wake-up flag")
+    assert "the flag is stuck: it says that a relay sleeps for 2 h" in found.says
+    await db.execute(sql_of(found))
+    assert await told(db, "wake-up flag") == []
+
+
+@pytest.mark.one_major
+async def test_partitions_that_come_to_an_end(db: Connection[Any]) -> None:
+    for at, says in (
+        (2_500_000, "reaches its open-ended partition in 500000"),
+        (3_000_005, "is written in its open-ended partition since 3000000"),
+    ):
+        await db.execute(f"SELECT setval('outbox_id_seq', {at})")
+        found = await the_one(db, "partitions")
+        assert (found.severity, says in found.says) == (Severity.WARNING, True), found
+    await db.execute("DROP TABLE outbox_3000000; SELECT setval('outbox_id_seq', 1)")
+    found = await the_one(db, "partitions")
+    assert found.severity is Severity.WARNING
+    await db.execute("DROP TABLE outbox_1000000; SELECT setval('outbox_id_seq', 999990)")
+    found = await the_one(db, "partitions")
+    assert found.severity is Severity.PROBLEM
+    assert found.says.startswith("relay.outbox has no partition from 1000000 on, 9 ahead")
+    await db.execute(sql_of(found).replace("1000000, NULL", "1000000, 2000000"))
+
+
+@pytest.mark.one_major
+async def test_a_clock_that_is_off(db: Connection[Any]) -> None:
+    for off_s, severity in ((30, Severity.WARNING), (-600, Severity.PROBLEM)):
+        found = await the_one(db, "clock", clock=lambda off_s=off_s: time.time() + off_s)
+        assert found.severity is severity
+        assert ("ahead of" if off_s > 0 else "behind") in found.says
+
+
+@pytest.mark.one_major
+async def test_connections_that_run_out(db: Connection[Any]) -> None:
+    found = await the_one(
+        db, "connections", limits=replace(Limits(), connections_free_min=1_000_000)
+    )
+    assert "free; a relay opens up to" in found.says
+
+
+@pytest.mark.one_major
+async def test_commits_that_a_crash_takes_back(db: Connection[Any]) -> None:
+    found = await the_one(db, "durability")
+    assert (found.severity, "fsync" in found.says) == (Severity.WARNING, True)
+    await db.execute("SET synchronous_commit = off")
+    assert len(await told(db, "durability")) == 1, "the relay sets it on"
+    assert (await told(db, "durability", pooled=True))[-1].severity is Severity.PROBLEM
+
+
+@pytest.mark.one_major
+async def test_secrets_in_clear_are_told(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    (found,) = [f for f in await findings(db) if f.check == "secrets"]
+    assert found.severity is Severity.OK
+    assert found.says.startswith("1 signing secret is stored in clear")
+
+
+@pytest.mark.one_major
+async def test_a_url_that_these_settings_refuse(database: Database, db: Connection[Any]) -> None:
+    for name in ("a", "b"):
+        await add_endpoint(database, name)
+    found = await the_one(db, "networks", refusal=lambda _: "it is loopback")
+    assert found.says == ('with the settings here, "a", "b" cannot be delivered to: it is loopback')
+
+
+# --------------------------------------------------------------- live health
+
+
+@pytest.mark.one_major
+async def test_no_relay_is_a_problem_as_soon_as_somebody_waits_for_one(
+    database: Database, db: Connection[Any]
+) -> None:
+    assert (await the_one(db, "relays")).severity is Severity.WARNING
+    await add_endpoint(database)
+    found = await the_one(db, "relays")
+    assert (found.severity, found.do) == (Severity.PROBLEM, "start one: outbox relay")
+    await db.execute(REPLICA)
+    assert await told(db, "relays") == []
+    await db.execute("UPDATE replica SET expires_at = now() - interval '1 h'")
+    gone = await told(db, "relays")
+    assert "r1 (replica 1) owns 0 endpoints, and has not renewed" in gone[-1].says
+
+
+async def test_a_relay_that_is_deaf(database: Database, db: Connection[Any]) -> None:
+    await db.execute(REPLICA)
+    found = await the_one(db, "listeners")
+    assert "r1 (replica 1) has no connection for LISTEN" in found.says
+    assert await told(db, "listeners", listening=False) == []
+    name = {"application_name": "outbox-relay:1:listen"}
+    async with database.connection(server_settings=name):
+        assert await told(db, "listeners") == []
+
+
+@pytest.mark.one_major
+async def test_a_relay_listens_under_its_own_name_whatever_the_dsn_says(
+    database: Database, db: Connection[Any]
+) -> None:
+    joined = "&" if "?" in database.dsn else "?"
+    address = dsn.parse(f"{database.dsn}{joined}application_name=mine", source="test", env={})
+    worker = Relay(address, Settings(), Network())
+    task = asyncio.create_task(worker.run())
+    try:
+        await until(lambda: _listens(db), what="the listener")
+    finally:
+        worker.stop()
+        await task
+
+
+@pytest.mark.one_major
+async def test_events_that_nobody_sequences(database: Database, db: Connection[Any]) -> None:
+    await publish(database, 1, 2)
+    assert await told(db, "sequencing") == []
+    await db.execute("UPDATE outbox SET created_at = now() - interval '20 s'")
+    found = await the_one(db, "sequencing")
+    assert (found.severity, found.do) == (Severity.WARNING, "start one: outbox relay")
+    await db.execute(REPLICA)
+    await db.execute("UPDATE outbox SET created_at = now() - interval '3 h'")
+    found = await the_one(db, "sequencing")
+    assert found.severity is Severity.PROBLEM
+    assert found.says == "2 events wait to be sequenced, the oldest for 3 h"
+    assert "see the relay's log" in str(found.do)
+
+
+@pytest.mark.one_major
+async def test_endpoints_that_nobody_owns(database: Database, db: Connection[Any]) -> None:
+    for n in range(12):
+        await add_endpoint(database, f"e{n:02}")
+    assert await told(db, "owners") == [], "without a relay that is what is wrong"
+    await db.execute(REPLICA)
+    await db.execute("UPDATE ownership SET replica_id = 99")
+    found = await the_one(db, "owners")
+    assert '"e00", "e01"' in found.says
+    assert found.says.endswith(' "e09" and 2 more')
+
+
+@pytest.mark.one_major
+async def test_endpoints_that_somebody_stopped(database: Database, db: Connection[Any]) -> None:
+    for state in ("paused", "disabled", "disabling", "removing", "removed"):
+        await add_endpoint(database, f"is {state}")
+        await db.execute(
+            "UPDATE endpoint SET state = $1, state_at = now() - interval '2 h', state_by = 'ann@h',"
+            " state_why = 'a reason' WHERE name = $2",
+            state,
+            f"is {state}",
+        )
+    found = {f.says.split('"')[1]: f for f in await told(db, "endpoints")}
+    assert set(found) == {"is paused", "is disabled", "is disabling", "is removing"}
+    assert "is paused since 2 h by ann@h (a reason)" in found["is paused"].says
+    assert found["is paused"].do == ("when it may go on: outbox endpoint resume 'is paused'")
+    assert "outbox endpoint enable 'is disabled'" in str(found["is disabled"].do)
+    assert found["is removing"].severity is Severity.PROBLEM
+    await db.execute("UPDATE endpoint SET state_at = now() WHERE state LIKE '%ing'")
+    assert len(await told(db, "endpoints")) == 2
+
+
+@pytest.mark.one_major
+async def test_endpoints_whose_receivers_fail(database: Database, db: Connection[Any]) -> None:
+    for state in ("failing", "refusing", "recovering", "healthy"):
+        await add_endpoint(database, state)
+        await db.execute(
+            "INSERT INTO endpoint_health (endpoint_id, state, since, last_answer) "
+            "SELECT id, name, now() - interval '10 min', '{\"status\": 503}' FROM endpoint "
+            "WHERE name = $1 ON CONFLICT (endpoint_id) DO UPDATE SET state = excluded.state, "
+            "since = excluded.since, last_answer = excluded.last_answer",
+            state,
+        )
+    failing, refusing = sorted(await told(db, "health"), key=lambda f: f.says)
+    assert failing.says == 'endpoint "failing" fails since 10 min (it answered 503)'
+    assert "outbox endpoint pause failing" in str(failing.do)
+    assert "refuses whatever it is sent" in refusing.says
+    await db.execute("UPDATE endpoint_health SET held_until = now() + interval '1 h'")
+    assert len(await told(db, "health")) == 4
+    await db.execute("UPDATE endpoint SET state = 'paused'")
+    assert await told(db, "health") == []
+
+
+@pytest.mark.one_major
+async def test_a_lane_that_waits_for_an_operator(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, "billing")
+    await db.execute(
+        "INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts) "
+        "SELECT endpoint_id, id, 0, 7, 7, 'refused', 3 FROM lane"
+    )
+    await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 7 FROM lane")
+    found = await the_one(db, "blocked lanes")
+    assert found.severity is Severity.PROBLEM
+    assert 'of "billing" waits for an operator' in found.says
+    assert "number 7 was given up as dead letter 1 (refused)" in found.says
+    assert found.do == (
+        "outbox dead replay 1, or outbox dead discard 1; or outbox endpoint resume billing, "
+        "which lets all its lanes go on"
+    )
+
+
+async def test_a_delivery_that_holds_up_its_lane(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, retry={"base_s": 3600.0, "cap_s": 3600.0, "jitter": "none"})
+    async with running(database, Network(lambda _: BUSY)):
+        await publish(database, 1)
+
+        async def held_up() -> list[Finding]:
+            return await told(db, "failing lanes", limits=AT_ONCE)
+
+        (found,) = await until(held_up)
+    assert "is held up by number 1 since" in found.says
+    assert found.says.endswith("1 attempt, 503")
+    assert await told(db, "failing lanes") == [], "that is not long"
+
+
+@pytest.mark.one_major
+async def test_lanes_of_an_older_generation(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, "shop")
+    await db.execute("UPDATE lane_counter SET last_seq = 40; UPDATE endpoint SET generation = 2")
+    assert await told(db, "old lanes") == [], "they are being drained"
+    await db.execute("UPDATE endpoint SET state = 'paused'")
+    found = await the_one(db, "old lanes")
+    assert found.says == (
+        '"shop": 1 lane of an older generation owe 40 more, and the new ones wait; it is paused'
+    )
+    await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane")
+    assert (await the_one(db, "old lanes")).severity is Severity.PROBLEM
+
+
+@pytest.mark.one_major
+async def test_dead_letters_wait_for_a_decision(database: Database, db: Connection[Any]) -> None:
+    for name in ("a", "b"):
+        await add_endpoint(database, name)
+    await db.execute(
+        "INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts) "
+        "SELECT l.endpoint_id, l.id, 0, s, s, 'refused', 3 FROM lane l JOIN endpoint e "
+        "ON e.id = l.endpoint_id, generate_series(1, CASE e.name WHEN 'a' THEN 1 ELSE 2 END) s"
+    )
+    found = await the_one(db, "dead letters")
+    assert found.says.endswith(': 2 of "b", 1 of "a"')
+    assert found.says.startswith("3 dead letters since ")
+    await db.execute("UPDATE dead_letter SET state = 'discarded'")
+    assert await told(db, "dead letters") == []
+
+
+async def test_a_transaction_that_holds_a_gap_is_named(
+    database: Database, db: Connection[Any]
+) -> None:
+    slow = await database.connect(server_settings={"application_name": "billing"})
+    await slow.execute("BEGIN")
+    await slow.execute("INSERT INTO relay.outbox (type, payload) VALUES ('a', '1')")
+    async with running(database, Network()):
+        await publish(database, 2)
+        await all_ended(database)
+    await db.execute("UPDATE outbox SET created_at = now() - interval '3 h'")
+    gap = await the_one(db, "gaps")
+    assert gap.says.startswith("1 gap of 1 id open, the oldest at id 1 for about 3 h")
+    assert await told(db, "publishing") == [], "that is not long"
+    pid = slow.get_server_pid()
+    found = await the_one(db, "publishing", limits=AT_ONCE)
+    assert f'pid {pid} (role postgres, application "billing"), idle in transaction' in found.says
+    assert found.do == f"end it in its application, or SELECT pg_terminate_backend({pid})"
+    # Who is named already is not named again.
+    assert await told(db, "horizon", limits=AT_ONCE) == []
+    await slow.execute("ROLLBACK")
+    gap = await the_one(db, "gaps")
+    assert "no transaction holds them any more" in gap.says
+
+
+async def test_a_prepared_transaction_is_named(database: Database, db: Connection[Any]) -> None:
+    await db.execute("SET relay.notify = off")
+    await db.execute("BEGIN")
+    await db.execute("INSERT INTO outbox (type, payload) VALUES ('a', '1')")
+    await db.execute("SAVEPOINT s; INSERT INTO outbox (type, payload) VALUES ('a', '1')")
+    # Somebody else's, which has nothing to do with it.
+    other = await database.connect()
+    await other.execute("CREATE TABLE public.t AS SELECT 1; BEGIN; DELETE FROM public.t")
+    await other.execute(f"PREPARE TRANSACTION 'other {database.name}'")
+    gid = f"it's {database.name}"
+    await db.execute(f"PREPARE TRANSACTION '{gid.replace(chr(39), chr(39) * 2)}'")
+    found = await the_one(db, "publishing", limits=AT_ONCE)
+    assert f'the prepared transaction "{gid}" of postgres' in found.says
+    assert str(found.do).endswith(f"ROLLBACK PREPARED 'it''s {database.name}'")
+    await db.execute(str(found.do).rpartition("or ")[2])
+    assert await told(db, "publishing", limits=AT_ONCE) == []
+
+
+@pytest.mark.one_major
+async def test_a_prepared_transaction_is_named_after_a_crash(private_database: Database) -> None:
+    db = await private_database.connect(**PATH)
+    await db.execute("SET relay.notify = off")
+    await db.execute("BEGIN; INSERT INTO outbox (type, payload) VALUES ('a', '1')")
+    await db.execute("PREPARE TRANSACTION 'kept'")
+    await db.execute("CREATE TABLE public.t AS SELECT 1; BEGIN; DELETE FROM public.t")
+    await db.execute("PREPARE TRANSACTION 'other'")
+    private_database.server.embedded.restart(immediate=True)
+    db = await private_database.connect(**PATH)
+    found = await the_one(db, "publishing", limits=AT_ONCE)
+    assert 'the prepared transaction "kept" of postgres' in found.says
+
+
+@pytest.mark.one_major
+async def test_what_keeps_dead_rows(database: Database, db: Connection[Any]) -> None:
+    old = await database.connect(server_settings={"application_name": "report"})
+    await old.execute("BEGIN; SELECT 1")
+    two = await database.connect()
+    await two.execute("CREATE TABLE public.t AS SELECT 1; BEGIN; DELETE FROM public.t")
+    await two.execute(f"PREPARE TRANSACTION 'old {database.name}'")
+    slot = f"slot_{database.name}"
+    await db.execute(f"SELECT pg_create_physical_replication_slot('{slot}', true)")
+    try:
+        found = await told(db, "horizon", limits=AT_ONCE)
+    finally:
+        await db.execute(f"SELECT pg_drop_replication_slot('{slot}')")
+    said = "\n".join(f"{f.says} {f.do}" for f in found)
+    assert f"pg_terminate_backend({old.get_server_pid()})" in said
+    assert f"ROLLBACK PREPARED 'old {database.name}'" in said
+    assert f"SELECT pg_drop_replication_slot('{slot}')" in said
+    assert len(found) == 3
+    assert await told(db, "horizon") == []
+
+
+@pytest.mark.one_major
+async def test_a_queue_of_notifications_that_fills(database: Database, db: Connection[Any]) -> None:
+    stuck = await database.connect()
+    await stuck.execute("LISTEN never")
+    await stuck.execute("BEGIN")
+    await db.execute(
+        "SELECT pg_notify('never', repeat(i::text, 3000)) FROM generate_series(1, 9) i"
+    )
+    found = await the_one(db, "notify queue", limits=replace(Limits(), queue_share=1e-9))
+    assert "when it is full, producers fail" in found.says
+
+
+# ----------------------------------------------------------- little to go by
+
+
+async def test_a_role_with_few_rights_is_told_what_it_cannot_see(
+    database: Database, db: Connection[Any]
+) -> None:
+    await db.execute("DROP ROLE IF EXISTS viewer; CREATE ROLE viewer LOGIN")
+    await add_endpoint(database)
+    as_role = database.server.embedded.dsn(database.name, user="viewer")
+    await publish(database, 1)
+    holder = await database.connect()
+    await holder.execute("BEGIN; INSERT INTO relay.outbox (type, payload) VALUES ('a', '1')")
+
+    async def as_viewer() -> list[Finding]:
+        connection = await asyncpg.connect(as_role, **PATH)
+        try:
+            return await findings(connection)
+        finally:
+            await connection.close()
+
+    with pytest.raises(CannotRun, match="permission denied"):
+        await as_viewer()
+    await db.execute("GRANT USAGE ON SCHEMA relay TO viewer; GRANT SELECT ON migration TO viewer")
+    found = await as_viewer()
+    assert {f.check for f in found} == {f.check for f in await findings(db)}
+    unseen = {f.check for f in found if f.says.startswith("not looked at: permission denied")}
+    assert {"relays", "endpoints", "blocked lanes", "gaps", "secrets"} <= unseen
+    await db.execute(
+        "GRANT SELECT ON ALL TABLES IN SCHEMA relay TO viewer;"
+        "GRANT SELECT ON ALL SEQUENCES IN SCHEMA relay TO viewer"
+    )
+    found = await as_viewer()
+    assert not any("not looked at" in f.says for f in found)
+    (hidden,) = [f for f in found if f.check == "publishing"]
+    assert f"pid {holder.get_server_pid()}" in hidden.says
+    assert hidden.do == 'GRANT pg_read_all_stats TO "viewer"'
+    await db.execute(f"{hidden.do}")
+    (seen,) = [f for f in await as_viewer() if f.check == "publishing"]
+    assert seen.severity is Severity.OK
+
+
+@pytest.mark.one_major
+async def test_what_takes_too_long_is_left_out(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "STATEMENT_TIMEOUT_S", 0.2)
+    other = await database.connect(**PATH)
+    await other.execute("BEGIN; LOCK TABLE lane_block")
+    found = await findings(db)
+    slow = {f.check for f in found if "not looked at: it took over" in f.says}
+    assert slow == {"blocked lanes", "old lanes"}
+    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.0)
+    with pytest.raises(DatabaseUnavailable, match="did not answer everything"):
+        await findings(db)
+
+
+@pytest.mark.one_major
+async def test_a_table_that_is_gone_is_a_problem(db: Connection[Any]) -> None:
+    await db.execute("DROP TABLE lane_block")
+    found = await the_one(db, "blocked lanes")
+    assert found.severity is Severity.PROBLEM
+    assert 'relation "lane_block" does not exist' in found.says

@@ -1,0 +1,92 @@
+"""What PostgreSQL really did for a statement: EXPLAIN ANALYZE, read and added up."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from asyncpg import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """One table that was looked at; nodes that were never executed are none."""
+
+    node: str
+    relation: str
+    rows: float
+    """Read, whether they were wanted or not."""
+    pages: int
+
+    def __str__(self) -> str:
+        return f"{self.node} on {self.relation}: {self.rows:.0f} rows, {self.pages} pages"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a statement looked at."""
+
+    scans: tuple[Scan, ...]
+    rows: float
+    pages: int
+    """Pages of tables and indexes, each as often as it was asked for."""
+
+    def __str__(self) -> str:
+        whole = f"{self.rows:.0f} rows, {self.pages} pages in all"
+        return "\n".join([whole, *map(str, self.scans)])
+
+    def partitions(self, parent: str) -> set[int]:
+        """The partitions of a parent that were looked at, by their lower bounds."""
+        names = (scan.relation.rpartition("_") for scan in self.scans)
+        return {int(bound) for name, _, bound in names if name == parent and bound.isdigit()}
+
+
+async def explain(connection: Connection[Any], sql: str, *arguments: Any, generic: bool) -> Plan:
+    """Run a statement as a prepared one, with a plan for these arguments or for all.
+
+    EXPLAIN of a statement with parameters would plan it for their values
+    always; only EXECUTE follows `plan_cache_mode`.
+    """
+    types = (await connection.prepare(sql)).get_parameters()
+    literals = [
+        await connection.fetchval(f"SELECT quote_nullable($1::{t.schema}.{t.name}::text)", argument)
+        for t, argument in zip(types, arguments, strict=True)
+    ]
+    values = f"({', '.join(literals)})" if literals else ""
+    mode = "force_generic_plan" if generic else "force_custom_plan"
+    await connection.execute(f"SET plan_cache_mode = {mode}")
+    await connection.execute(f"PREPARE explained AS {sql}")
+    try:
+        answer = await connection.fetchval(
+            f"EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) EXECUTE explained{values}"
+        )
+    finally:
+        await connection.execute("DEALLOCATE explained")
+    root = json.loads(answer)[0]["Plan"]
+    scans = tuple(_scan(node) for node in _nodes(root) if "Relation Name" in node)
+    return Plan(scans, sum(scan.rows for scan in scans), _pages(root))
+
+
+def _nodes(node: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    if node["Actual Loops"] and node["Node Type"] != "ModifyTable":
+        yield node
+    for child in node.get("Plans", ()):
+        yield from _nodes(child)
+
+
+def _pages(node: Mapping[str, Any]) -> int:
+    pages: int = node["Shared Hit Blocks"] + node["Shared Read Blocks"]
+    return pages
+
+
+def _scan(node: Mapping[str, Any]) -> Scan:
+    # Both are averages over the loops.
+    read = sum(
+        node.get(each, 0)
+        for each in ("Actual Rows", "Rows Removed by Filter", "Rows Removed by Index Recheck")
+    )
+    return Scan(node["Node Type"], node["Relation Name"], read * node["Actual Loops"], _pages(node))

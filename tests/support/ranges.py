@@ -1,0 +1,72 @@
+"""Dead-letter ranges and lane changes, without the owner and the operator who make them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.relay.sequencer import Turn
+from outbox.store.changes import change
+from tests.support.sequencers import REAL, session, settings
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from outbox.relay.sequencer import Sequencer
+    from tests.support.postgres import Database
+
+# Everything owed becomes one range per lane, as when its endpoint is disabled.
+GIVE_UP = """
+WITH owed AS (
+    UPDATE lane_progress p SET acked_seq = c.last_seq, head_seq = NULL, attempts = 0,
+           first_attempt_at = NULL, next_attempt_at = NULL, last_answer = NULL
+      FROM lane_counter c, lane_progress was
+     WHERE c.lane_id = p.lane_id AND was.lane_id = p.lane_id AND c.last_seq > p.acked_seq
+       AND ($1::uuid IS NULL OR p.endpoint_id = $1)
+    RETURNING p.lane_id, p.endpoint_id, was.floor_batch, was.acked_seq + 1 AS seq,
+              c.last_seq AS to_seq)
+INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts)
+SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, 'disabled', 0 FROM owed ORDER BY lane_id
+RETURNING id
+"""
+
+NEW_LANES = """
+WITH e AS (
+    UPDATE endpoint SET generation = generation + 1, lanes = $2 WHERE id = $1
+    RETURNING id, generation),
+added AS (
+    INSERT INTO lane (endpoint_id, generation, slot)
+    SELECT e.id, e.generation, slot FROM e, generate_series(0, $2 - 1) AS slot
+    RETURNING id, endpoint_id),
+counted AS (
+    INSERT INTO lane_counter (lane_id) SELECT id FROM added)
+INSERT INTO lane_progress (lane_id, endpoint_id, floor_batch, epoch)
+SELECT added.id, added.endpoint_id, $3, o.epoch
+  FROM added JOIN ownership o ON o.endpoint_id = added.endpoint_id
+"""
+
+
+async def sequencer(database: Database) -> Sequencer:
+    """A sequencer that takes a turn when it is told to."""
+    made, store = REAL.build(await session(database), settings(database))
+    await store.check()
+    return made
+
+
+async def sequence_all(database: Database) -> None:
+    """Make deliveries of everything published, and send nothing."""
+    worker = await sequencer(database)
+    while await worker.turn() is Turn.MOVED:
+        pass
+
+
+async def give_up(db: Connection[Any], endpoint_id: UUID | None = None) -> list[int]:
+    """Everything owed becomes dead-letter ranges; returns their ids."""
+    return [row["id"] for row in await db.fetch(GIVE_UP, endpoint_id)]
+
+
+async def change_lanes(db: Connection[Any], endpoint_id: UUID, lanes: int) -> None:
+    """A new generation of lanes, from the next batch on."""
+    async with change(db, "relay") as from_batch:
+        await db.execute(NEW_LANES, endpoint_id, lanes, from_batch)

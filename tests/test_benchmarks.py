@@ -1,0 +1,74 @@
+"""The benchmark runs from end to end; what it measures is not for tests to judge."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+from click.testing import CliRunner
+
+from benchmarks import __main__ as bench
+from benchmarks import commits, deliveries, latency, memory
+from benchmarks.deliveries import Load
+from benchmarks.figures import Row, Samples, Target
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from benchmarks.stage import Stage
+
+
+def row(ours: float, target: Target | None) -> Row:
+    return Row("latency", "one", "ms", Samples((ours,)), "parts", Samples((1.0,)), target=target)
+
+
+def test_it_measures_everything_and_leaves_a_table_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def everything(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
+        assert quick
+        return [
+            *await deliveries.run(stage, rounds, [Load("2 lanes, TLS", 2, 50, scheme="https")]),
+            *await commits.run(stage, stage.server, rounds, (2,), 0.2),
+            *await latency.run(stage, rounds, (100,), 0.2),
+            *await memory.run(stage, 2, 50),
+        ]
+
+    monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})
+    monkeypatch.setattr(commits, "find_pgbench", lambda: None)  # It knows whole seconds only.
+    monkeypatch.setattr(memory, "SETTLE_S", 0.1)
+    words = ["--quick", "--json", "--out", str(tmp_path)]
+    ended = CliRunner().invoke(bench.main, words, catch_exceptions=False)
+    told = orjson.loads(ended.stdout)
+    rows = {(each["section"], each["beside"]): each for each in told["rows"]}
+    assert len(rows) == 1 + 3 + 1 + 1  # Two each of latency and memory.
+    assert all(value > 0 for each in told["rows"] for value in each["ours"])
+    assert ended.exit_code == any(each["met"] is False for each in told["rows"])
+    written = (tmp_path / "results.md").read_text()
+    assert all(f"| {name} |" in written for each in told["rows"] for name in [each["name"]])
+    picture = ElementTree.fromstring((tmp_path / "results.svg").read_text())
+    bars = picture.findall(".//{http://www.w3.org/2000/svg}rect")
+    assert len(bars) == 1 + len(told["rows"])
+
+
+@pytest.mark.parametrize(
+    ("target", "exit_code"), [(None, 0), (Target("at most", 2), 0), (Target("at least", 3), 1)]
+)
+def test_a_missed_target_is_a_bad_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target | None, exit_code: int
+) -> None:
+    async def measure(*_: object, **__: object) -> tuple[list[Row], dict[str, str]]:
+        return [row(2.0, target)], dict.fromkeys(("cores", "memory", "Python", "PostgreSQL"), "x")
+
+    monkeypatch.setattr(bench, "_measure", measure)
+    ended = CliRunner().invoke(bench.main, ["--out", str(tmp_path)], catch_exceptions=False)
+    assert ended.exit_code == exit_code
+    assert ("missed" in ended.stdout) == bool(exit_code)
+
+
+def test_an_unknown_section_is_wrong_usage() -> None:
+    ended = CliRunner().invoke(bench.main, ["--only", "speed"])
+    assert ended.exit_code == 2
+    assert "choose from deliveries, commits, latency, memory" in ended.stderr
