@@ -11,10 +11,10 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
 import structlog
 
 from outbox.errors import OutboxError
+from outbox.store.connect import TROUBLE
 from outbox.store.notify import OWNERS_SUFFIX, RECONFIGURED
 
 if TYPE_CHECKING:
@@ -29,15 +29,6 @@ log = structlog.get_logger("outbox.listener")
 HEARTBEAT_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
-
-
-LOST = (
-    OSError,
-    OutboxError,
-    asyncpg.PostgresError,
-    asyncpg.InterfaceError,
-    asyncpg.InternalClientError,
-)
 
 
 class Listener:
@@ -71,7 +62,7 @@ class Listener:
         while True:
             try:
                 await self._listen()
-            except LOST as error:
+            except (*TROUBLE, OutboxError) as error:
                 log.warning("listening was interrupted", reason=str(error), retry_s=delay_s)
             else:
                 log.warning("the listening connection was closed", retry_s=RECONNECT_MIN_S)

@@ -7,12 +7,12 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
-import asyncpg
 import structlog
 
 import outbox
 from outbox.errors import OutboxError
 from outbox.relay.session import Session
+from outbox.store.connect import TROUBLE
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
@@ -26,15 +26,7 @@ log = structlog.get_logger("outbox.relay")
 
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 5.0
 
-SURVIVABLE = (
-    OSError,
-    TimeoutError,
-    asyncpg.PostgresError,
-    asyncpg.InterfaceError,
-    # What asyncpg says when the server closed the connection while it was answering.
-    asyncpg.InternalClientError,
-    Fenced,
-)
+SURVIVABLE = (*TROUBLE, Fenced)
 """What ends a session but not the relay: the database, or the lease, was lost."""
 
 

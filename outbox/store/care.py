@@ -9,6 +9,7 @@ import orjson
 
 from outbox.store.changes import change, write_journal
 from outbox.store.endpoint_changes import END_SUBSCRIPTION
+from outbox.store.replicas import FENCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,9 +21,7 @@ if TYPE_CHECKING:
     from outbox.store.destinations import Endpoint
 
 # Only in the owner's epoch, like a lane's progress.
-WRITE_HEALTH = """
-WITH fence AS MATERIALIZED (
-    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE),
+WRITE_HEALTH = f"""{FENCE},
 written AS (
     UPDATE endpoint_health h
        SET state = v.state, since = v.since, held_until = v.held_until,
@@ -36,7 +35,7 @@ INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_health', 'replica ' || $1::bigint, endpoint_id,
        jsonb_strip_nulls(jsonb_build_object('state', state, 'last_answer', last_answer))
   FROM written WHERE state <> 'recovering'
-"""
+"""  # noqa: S608 (constants only)
 
 # The owner itself, while its lease runs.
 LOCK_OWNERSHIP = """

@@ -29,6 +29,15 @@ _KEEPALIVES = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_coun
 # A proxy's words for "I pass no settings on" (PgBouncer, Odyssey, pgcat).
 _PROXY_REFUSALS = ("unsupported startup parameter", "startup parameter")
 
+TROUBLE = (
+    OSError,  # A TimeoutError is one.
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    # What asyncpg says when the server closed the connection while it was answering.
+    asyncpg.InternalClientError,
+)
+"""Everything that a connection may raise: the server refused, or it was lost."""
+
 _LOST = (
     asyncpg.PostgresConnectionError,
     asyncpg.AdminShutdownError,

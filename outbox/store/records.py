@@ -16,6 +16,7 @@ import orjson
 
 from outbox.core.request import Delivery
 from outbox.core.steps import DeadRange
+from outbox.store.replicas import FENCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
 
     from outbox.core.steps import DeadLetter, Progress, Record
 
-_FENCE = """
-WITH fence AS MATERIALIZED (
-    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE)
-"""
-
 _ATTEMPTS = """
        unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::int[], $6::text[], $7::int[],
               $8::text[], $9::timestamptz[], $10::real[])
@@ -37,7 +33,7 @@ _ATTEMPTS = """
 """
 
 # A group of successes: the acknowledgements.
-WRITE_GROUP = f"""{_FENCE}
+WRITE_GROUP = f"""{FENCE}
 INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
                      elapsed_ms, replica_id)
 SELECT a.*, $1 FROM fence, {_ATTEMPTS}
@@ -47,7 +43,7 @@ SELECT a.*, $1 FROM fence, {_ATTEMPTS}
 # any more (its epoch moved on) writes nothing at all.  A range that follows one
 # of the same reason makes that one longer: a backlog is cut again and again.  Not
 # one that an operator is just deciding about, for whom no acknowledgement waits.
-WRITE_RECORDS = f"""{_FENCE},
+WRITE_RECORDS = f"""{FENCE},
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
@@ -108,7 +104,7 @@ SELECT lane_id FROM moved
 """  # noqa: S608 (constants only)
 
 # Checkpoints move forward only, and only in the owner's epoch.
-WRITE_CHECKPOINTS = f"""{_FENCE}
+WRITE_CHECKPOINTS = f"""{FENCE}
 UPDATE lane_progress p
    SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
        head_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
@@ -123,7 +119,7 @@ RETURNING p.lane_id
 
 # The end of an endpoint that is removed or disabled: everything its lanes still
 # owe becomes one range per lane.  Only a removed one forgets its secrets.
-FINISH = f"""{_FENCE},
+FINISH = f"""{FENCE},
 ended AS (
     UPDATE endpoint e
        SET state = CASE e.state WHEN 'removing' THEN 'removed' ELSE 'disabled' END

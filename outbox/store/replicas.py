@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+# The beginning of whatever a replica writes: its own row, locked while its lease
+# runs ($1 is the replica).
+FENCE = """
+WITH fence AS MATERIALIZED (
+    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE)"""
+
 REGISTER = """
 INSERT INTO replica (name, version, pids, lease_s, expires_at)
 VALUES ($1, $2, '{}', $3, clock_timestamp() + make_interval(secs => $3))
@@ -64,9 +70,7 @@ SELECT 'endpoint_freed', $2, endpoint_id,
 
 REMOVE_REPLICA = "DELETE FROM replica WHERE id = $1"
 
-FREE_SOME = """
-WITH fence AS MATERIALIZED (
-    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE),
+FREE_SOME = f"""{FENCE},
 mine AS MATERIALIZED (
     SELECT endpoint_id FROM ownership WHERE replica_id = $1 AND endpoint_id = ANY ($2)
      ORDER BY endpoint_id FOR NO KEY UPDATE),
@@ -78,7 +82,7 @@ INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_freed', $3, endpoint_id,
        jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $4::text)
   FROM freed
-"""
+"""  # noqa: S608 (constants only)
 
 # Only what is free: an idle look must not cost more with every endpoint.
 READ_FREE = """
@@ -88,9 +92,7 @@ SELECT o.endpoint_id
  WHERE o.replica_id IS NULL
 """
 
-CLAIM = """
-WITH fence AS MATERIALIZED (
-    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE),
+CLAIM = f"""{FENCE},
 unowned AS MATERIALIZED (
     SELECT endpoint_id FROM ownership WHERE replica_id IS NULL AND endpoint_id = ANY ($2)
      ORDER BY endpoint_id FOR NO KEY UPDATE),
@@ -104,7 +106,7 @@ told AS (
            jsonb_build_object('epoch', epoch, 'replica', $1::bigint)
       FROM claimed)
 SELECT endpoint_id, epoch FROM claimed
-"""
+"""  # noqa: S608 (constants only)
 
 # The epoch is *written* to every row that an owner writes before anything is
 # read, so that a checkpoint of the last owner that is still under way cannot
