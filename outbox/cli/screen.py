@@ -133,6 +133,8 @@ def _keys(stop: asyncio.Event) -> Iterator[None]:
         # In the background the keys are another program's.
         if os.tcgetpgrp(keyboard) != os.getpgrp():
             raise OSError
+        # The same terminal, opened anew: stdin itself is shared with the shell.
+        unblocked = os.open("/dev/tty", os.O_RDONLY | os.O_NONBLOCK)
     except (AttributeError, OSError, ValueError):
         yield
         return
@@ -142,16 +144,23 @@ def _keys(stop: asyncio.Event) -> Iterator[None]:
     loop = asyncio.get_running_loop()
 
     def pressed() -> None:
-        keys = os.read(keyboard, 64)
+        try:
+            keys = os.read(unblocked, 64)
+        except BlockingIOError:
+            # A Ctrl-C threw away the key that was seen. To wait for another one
+            # would keep the loop from hearing the Ctrl-C.
+            return
         if b"q" in keys.lower() or not keys:
             stop.set()
             loop.remove_reader(keyboard)
 
     before = termios.tcgetattr(keyboard)
     tty.setcbreak(keyboard)
+    # Seen at stdin, because not every system's loop can watch /dev/tty.
     loop.add_reader(keyboard, pressed)
     try:
         yield
     finally:
         loop.remove_reader(keyboard)
+        os.close(unblocked)
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

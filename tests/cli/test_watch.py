@@ -22,7 +22,7 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
     from tests.support.postgres import Database
 
@@ -36,6 +36,22 @@ AT_TERMINAL = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
+
+# Ctrl-C throws away what was typed before it; here, a key that was seen and not read yet.
+CTRL_C_BEFORE_THE_READ = """
+import os, signal, termios
+def read(keyboard, size, read=os.read):
+    termios.tcflush(keyboard, termios.TCIFLUSH)
+    os.kill(os.getpid(), signal.SIGINT)
+    return read(keyboard, size)
+os.read = read
+"""
+
+
+def prepared(source: str) -> list[str]:
+    """`outbox` in a process that ran this before."""
+    run = "import sys; from outbox.cli import main; sys.exit(main.run(sys.argv[1:]))"
+    return [sys.executable, "-c", f"{source}\n{run}"]
 
 
 async def ended(process: Process) -> int:
@@ -112,12 +128,9 @@ async def test_json_goes_on_when_the_database_comes_back(private_database: Datab
 
 @asynccontextmanager
 async def with_patience_of(database: Database, seconds: float) -> AsyncIterator[Process]:
-    source = (
-        f"from outbox.cli import main, watch; import sys; watch.ANSWER_TIMEOUT_S = {seconds};"
-        "sys.exit(main.run(sys.argv[1:]))"
-    )
+    source = f"from outbox.cli import watch; watch.ANSWER_TIMEOUT_S = {seconds}"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", source, *WATCH, "--json",
+        *prepared(source), *WATCH, "--json",
         env=environment({"OUTBOX_DSN": database.dsn}),
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
@@ -221,14 +234,19 @@ class Terminal:
 
 @asynccontextmanager
 async def at_a_terminal(
-    database: Database, columns: int = 80, rows: int = 24, **env: str
+    database: Database,
+    columns: int = 80,
+    rows: int = 24,
+    *,
+    program: Sequence[str] = tuple(command_line()),
+    **env: str,
 ) -> AsyncIterator[Terminal]:
     # The size is the terminal's own; a test runner may have set these for itself.
     settings = environment({"OUTBOX_DSN": database.dsn, "TERM": "xterm-256color", **env})
     keyboard, tty = os.openpty()
     fcntl.ioctl(tty, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", AT_TERMINAL, *command_line(*WATCH),
+        sys.executable, "-c", AT_TERMINAL, *program, *WATCH,
         env={k: v for k, v in settings.items() if k not in ("COLUMNS", "LINES")},
         stdin=tty, stdout=tty, stderr=tty,
         start_new_session=True,
@@ -266,6 +284,13 @@ async def test_a_terminal_shows_one_picture_until_a_key_ends_it(
         assert "every 0.05 s; q ends it" in picture
         terminal.press(b"x")
         terminal.press(key)
+        assert await ended(terminal.process) == 0
+
+
+async def test_a_key_that_ctrl_c_threw_away_is_not_waited_for(database: Database) -> None:
+    async with at_a_terminal(database, program=prepared(CTRL_C_BEFORE_THE_READ)) as terminal:
+        await terminal.shows("per second")
+        terminal.press(b"x")
         assert await ended(terminal.process) == 0
 
 
