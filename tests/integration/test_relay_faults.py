@@ -251,23 +251,23 @@ async def test_a_removal_that_waits_for_a_receiver_does_not_hold_up_a_stop(
 
 
 async def test_slow_receivers_do_not_keep_the_others_from_moving(database: Database) -> None:
-    for n in range(8):
-        await add_endpoint(database, f"e{n}")
-    slow = [f"e{n}" for n in range(4)]
+    # So many that each replica is preferred by some of the others, whatever their ids.
+    slow, others = [f"slow{n}" for n in range(4)], [f"other{n}" for n in range(20)]
+    for name in (*slow, *others):
+        await add_endpoint(database, name)
     first, second = Held(*slow), Held(*slow)
     owners = "SELECT count(DISTINCT replica_id) FROM ownership WHERE replica_id IS NOT NULL"
     async with running(database, first.network, drain_s=0.1):
         await publish(database, "a")
-        await until(lambda: len(first.network.sent) == 8)
-        # Half of them are in flight there; whatever else moves does not wait for them.
+        await until(lambda: len(first.network.sent) == len(slow) + len(others))
+        # The slow ones are in flight there; whatever else moves does not wait for them.
         async with running(database, second.network, drain_s=0.1):
             await until(lambda: _is(database, owners, 2))
             await publish(database, "b")
             both = [first, second]
             await until(
                 lambda: all(
-                    sorted(d for h in both for d in h.got(f"e{n}")) == ["a", "b"]
-                    for n in range(4, 8)
+                    sorted(d for h in both for d in h.got(name)) == ["a", "b"] for name in others
                 )
             )
             assert second.network.accepted
