@@ -2,7 +2,7 @@
 -- dead letters.
 --
 -- Who writes what, so that no two writers wait for each other:
---   * the sequencer (whoever holds the cursor row): batch, gap, delivery,
+--   * the sequencer (the replica that leads): batch, gap, delivery,
 --     lane_counter, and how far a replay is;
 --   * the owner of an endpoint: lane_progress, lane_block, attempt,
 --     dead_letter, endpoint_health;
@@ -153,9 +153,10 @@ CREATE TABLE lane_block (
 
 -- -------------------------------------------------------------- the cursor
 
--- A lock with a name on it: who holds this row sequences.  `writer` is the
--- replica that wrote last (its memory of the gaps' holders is the only one
--- that can be trusted); `version` rises with every change of who gets what.
+-- A lock with a name on it.  `writer` is the replica that leads: it wrote last,
+-- and its memory of the gaps' holders is the only one that can be trusted.
+-- `version` rises with every change of who gets what.  A batch is written by who
+-- holds this row and finds both as it knows them.
 CREATE TABLE cursor (
     one     boolean PRIMARY KEY DEFAULT true CHECK (one),
     writer  bigint,

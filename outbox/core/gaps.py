@@ -105,15 +105,15 @@ class _Gap:
 class GapTracker:
     """The cursor's memory between batches, and the arithmetic of one batch.
 
-    One batch, in one READ COMMITTED transaction that holds the cursor row:
+    One batch of who leads, each line that reads in a snapshot of its own:
 
         tracker.begin(state, holders, now)      # holders: before the read
         while True:
-            ids = read(tracker.high, tracker.ranges(), limit)
-            after = look()                      # holders: after the read
+            ids, after = read(tracker.high, tracker.ranges(), limit)
+                                                # holders: after its snapshot was taken
             if not tracker.left_out or tracker.complete(running()): break
         step = tracker.close(ids, cut, after, now)
-        … write step, commit …
+        … write step, unless somebody else leads by now; commit …
         tracker.committed(step)
 
     Anything else than a known commit must be answered with `forget`.

@@ -169,6 +169,15 @@ class Lane:
         return self._busy is not None
 
     @property
+    def runs_dry(self) -> bool:
+        """Hardly anything is left of what it had in hand, and there is no more to read."""
+        return (
+            not self._stopped
+            and len(self._queue) <= FETCH_LOW
+            and (self._fetched >= self._last_seq)
+        )
+
+    @property
     def drained(self) -> bool:
         """Nothing is owed or on its way to the disk, and no operator is waited for."""
         return self._acked == self._last_seq and self._busy is None and not self._blocked
@@ -258,21 +267,26 @@ class Lane:
         if self._stalled_since is None and self.owed:
             self._stalled_since = now
 
+    def given(self, deliveries: Iterable[Delivery]) -> None:
+        """Deliveries that were just given out, and need not be read.
+
+        What does not follow what is in hand is left to be read.
+        """
+        for delivery in deliveries:
+            if delivery.seq == self._fetched + 1:
+                self._take(delivery)
+
     def fetched(self, deliveries: Sequence[Delivery | Gone]) -> None:
         """The answer to a Fetch."""
         self._fetching = False
         for delivery in deliveries:
             if delivery.seq <= self._fetched:
-                continue  # Given up while it was read.
+                continue  # Given up, or given, while it was read.
             if delivery.seq != self._fetched + 1:
                 raise AssertionError(
                     f"lane {self.id}: number {delivery.seq} follows {self._fetched}"
                 )
-            self._queue.append(delivery)
-            self._fetched = delivery.seq
-            self._read_from_batch = delivery.batch
-        # What was read may be newer than what was offered.
-        self._last_seq = max(self._last_seq, self._fetched)
+            self._take(delivery)
 
     def answered(
         self,
@@ -363,6 +377,13 @@ class Lane:
         self._stopped = True
 
     # ---------------------------------------------------------------- inside
+
+    def _take(self, delivery: Delivery | Gone) -> None:
+        self._queue.append(delivery)
+        self._fetched = delivery.seq
+        self._read_from_batch = delivery.batch
+        # It may be newer than what was offered.
+        self._last_seq = max(self._last_seq, self._fetched)
 
     def _pass(self, seq: int, batch: int, *, delivered: bool) -> None:
         while self._queue and self._queue[0].seq <= seq:

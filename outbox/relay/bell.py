@@ -21,6 +21,9 @@ class Bell:
 
     async def wait(self, timeout_s: float) -> bool:
         """Whether it rang within `timeout_s` seconds; the ring is consumed."""
+        if self._rung.is_set():
+            self._rung.clear()
+            return True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._rung.wait()

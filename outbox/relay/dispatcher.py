@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING
 
 from outbox.core.answer import Verdict, classify, retry_after_s, summary
 from outbox.core.health import State
-from outbox.core.request import prepare
 from outbox.core.statuses import GONE
 from outbox.core.steps import Fetch, Record, Send, Wait
 from outbox.relay import tell
 from outbox.relay.owned import OwnedEndpoint, OwnedLane
 from outbox.relay.reader import Reader
 from outbox.store.records import Fenced
-from outbox.transport.port import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
 
     from outbox.core.answer import Answer
     from outbox.core.lane import Lane
+    from outbox.core.request import Delivery
     from outbox.relay.recorder import Recorder
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LaneStore, LoadedLane
@@ -194,11 +193,27 @@ class Dispatcher:
             lane.machine.cut(seq, "backlog")
             self._activate(lane)
 
-    def offer(self, last_seqs: Mapping[int, int]) -> None:
+    def wants(self, lane_ids: Iterable[int]) -> dict[int, LoadedLane]:
+        """Those of the lanes that have nothing left to read but what they are given now."""
+        lanes = (self._lanes[each] for each in lane_ids if each in self._lanes)
+        return {
+            lane.loaded.id: lane.loaded
+            for lane in lanes
+            if lane.machine.runs_dry and lane.home.endpoint.usable
+        }
+
+    def offer(
+        self,
+        last_seqs: Mapping[int, int],
+        given: Mapping[int, Iterable[Delivery]] | None = None,
+    ) -> None:
         """Lanes were given deliveries up to these numbers.
 
         A lane that has something in hand is at work, or waits for what will
         wake it; one that has nothing is woken by what is read for it.
+
+        Args:
+            given: by lane, what need not be read for it.
         """
         now = self._now()
         for lane_id, last_seq in last_seqs.items():
@@ -206,6 +221,9 @@ class Dispatcher:
             if lane is None:
                 continue
             lane.machine.offered(last_seq, now)
+            if given and lane_id in given:
+                lane.machine.given(given[lane_id])
+                self._activate(lane)
             if lane.home.endpoint.usable and (fetch := lane.machine.fetch()) is not None:
                 self._reader.want(lane, fetch)
 
@@ -321,7 +339,7 @@ class Dispatcher:
                 home.health.unsent(lane.loaded.id)
                 machine.unsent()
                 return
-            answer = await self._transport.send(self._request(lane, send, started_at))
+            answer = await self._transport.send(lane.request(send, started_at))
         now = self._now()
         verdict = self._judge(home, send, answer, now)
         record = machine.answered(
@@ -375,29 +393,6 @@ class Dispatcher:
             if asked_s:
                 self._note_health(home)  # The next owner has to leave it alone, too.
         return verdict
-
-    def _request(self, lane: OwnedLane, send: Send, started_at: float) -> Request:
-        endpoint, delivery = lane.home.endpoint, send.delivery
-        known = lane.prepared
-        if known is None or known[0] != delivery.seq or known[1] != send.lane_ends:
-            prepared = prepare(
-                delivery,
-                send.previous_seq,
-                lane_ends=send.lane_ends,
-                endpoint_headers=endpoint.headers,
-            )
-            known = lane.prepared = (delivery.seq, send.lane_ends, prepared)
-        prepared = known[2]
-        return Request(
-            url=endpoint.url,
-            headers=prepared.attempt(
-                send.attempt, int(started_at), endpoint.secrets_at(started_at)
-            ),
-            body=prepared.body,
-            connect_timeout_s=endpoint.connect_timeout_s,
-            total_timeout_s=endpoint.total_timeout_s,
-            method=endpoint.method,
-        )
 
     def _note_health(self, home: OwnedEndpoint) -> None:
         """There is something new about it to be written down."""

@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 from outbox.core.generations import Generations
 from outbox.core.health import Health
 from outbox.core.lane import Lane
+from outbox.core.request import prepare
 from outbox.core.steps import Gate
+from outbox.transport.port import Request
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable
 
     from outbox.core.request import Prepared
+    from outbox.core.steps import Send
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LoadedLane
 
@@ -46,6 +49,30 @@ class OwnedLane:
         if not self.home.generations.may_send(self.loaded.generation):
             return Gate.SHUT
         return self.home.health.ask(self.loaded.id, now)
+
+    def request(self, send: Send, started_at: float) -> Request:
+        """What an attempt sends, signed for the time at which it starts."""
+        endpoint, delivery = self.home.endpoint, send.delivery
+        known = self.prepared
+        if known is None or known[0] != delivery.seq or known[1] != send.lane_ends:
+            prepared = prepare(
+                delivery,
+                send.previous_seq,
+                lane_ends=send.lane_ends,
+                endpoint_headers=endpoint.headers,
+            )
+            known = self.prepared = (delivery.seq, send.lane_ends, prepared)
+        prepared = known[2]
+        return Request(
+            url=endpoint.url,
+            headers=prepared.attempt(
+                send.attempt, int(started_at), endpoint.secrets_at(started_at)
+            ),
+            body=prepared.body,
+            connect_timeout_s=endpoint.connect_timeout_s,
+            total_timeout_s=endpoint.total_timeout_s,
+            method=endpoint.method,
+        )
 
     def clear_timer(self) -> None:
         if self.timer is not None:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from outbox.core.ownership import Lease
     from outbox.relay.bell import Bell
+    from outbox.relay.cursor import Sequenced
     from outbox.relay.dispatcher import Dispatcher
     from outbox.relay.recorder import Recorder
-    from outbox.relay.sequencer import Sequenced
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LaneStore
     from outbox.store.replicas import ReplicaStore
@@ -111,7 +111,7 @@ class Ownership:
         """This replica committed a batch: no need to read it back."""
         if sequenced.batch == self._known_batch + 1:
             self._known_batch = sequenced.batch
-        self._dispatcher.offer(sequenced.deliveries.counters)
+        self._dispatcher.offer(sequenced.deliveries.counters, sequenced.given)
 
     async def quiet(self) -> None:
         """A clean stop: wait until nothing is in flight."""

@@ -24,7 +24,7 @@ from outbox.relay.ownership import Ownership, keep_lease
 from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
 from outbox.store.care import CareStore
-from outbox.store.connect import connect
+from outbox.store.connect import connect, learn_types
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
 from outbox.store.migrate import require_current
@@ -60,6 +60,10 @@ SESSION_SETTINGS = {
     # that owes more than most is read and sorted from end to end, in each helping.
     "enable_seqscan": "off",
     "enable_bitmapscan": "off",
+    # There is one good plan for each statement, whatever its arguments.  Left to
+    # itself PostgreSQL thinks otherwise of those over partitions, and plans them anew
+    # each time, which takes two thirds of a small batch.
+    "plan_cache_mode": "force_generic_plan",
 }
 """Whatever the role's or the database's defaults are."""
 
@@ -155,6 +159,7 @@ class Session:
                 events,
                 ownership.sequenced,
                 notified=self._listening,
+                wants=dispatcher.wants,
             )
             care = Caretaker(
                 CareStore(for_care, settings.schema_name, me), dispatcher, health, time.time
@@ -221,6 +226,7 @@ class Session:
         )
         # Not closed politely: after a failure that could wait for ever.
         stack.callback(connection.terminate)
+        await learn_types(connection)
         return connection
 
     async def _open_listener(self, replica_id: int) -> Connection[Any]:

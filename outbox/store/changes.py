@@ -1,9 +1,10 @@
 """Changes of who gets what: the one way to make them.
 
-A batch in flight reads subscriptions, lanes and replays.  Whoever changes one
-of them takes the cursor row first, waiting for that batch to end, and makes
-the change hold from the next batch on.  Otherwise the batch could leave
-deliveries owed by an endpoint that is gone, and in no dead-letter range.
+A batch in flight has read subscriptions, lanes and replays.  Whoever changes one
+of them takes the cursor row first, waiting for a batch that is being written, and
+raises the version, which refuses every batch that was worked out before.  So the
+change holds from the next batch on.  Otherwise a batch could leave deliveries owed
+by an endpoint that is gone, and in no dead-letter range.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LOCK_CURSOR = "SELECT FROM cursor FOR UPDATE"
 # A statement of its own: its snapshot begins after the lock was granted.
 READ_BATCH = "SELECT max(batch) FROM batch"
 
-# Sequencers compare it with what their cache of endpoints was built from.
+# A batch is written only under the version that its routes were read under.
 RAISE_VERSION = "UPDATE cursor SET version = version + 1"
 
 WRITE_JOURNAL = """

@@ -1,8 +1,8 @@
 """The sequencer's SQL: the cursor row, the gaps, the batch.
 
-All of it runs on one connection, in READ COMMITTED transactions, as separate
-statements: each needs a snapshot of its own, and their order is the argument
-of `outbox.core.gaps`.
+All of it runs on one connection as separate statements: each needs a snapshot
+of its own, and their order is the argument of `outbox.core.gaps`.  Who holds the
+cursor row over several of them does so in a READ COMMITTED transaction.
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncpg import Range as PgRange
 
 from outbox.core.gaps import CursorState, Holders, Range, Step
-from outbox.core.sequencing import Sighting
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store.filters import FilterStore
+from outbox.store.lanes import EVENT, delivery_of
 from outbox.store.notify import WAKE_OWNERS
+from outbox.store.reading import AWAKE, HOLDERS, READ, READ_RUNNING, reading_of
 from outbox.store.routing import RoutingStore
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from asyncpg import Connection
     from asyncpg.transaction import Transaction
 
+    from outbox.core.request import Delivery
     from outbox.core.sequencing import Deliveries
-
-AWAKE = 1
-"""The wake-up flag's value while the relay reads without being asked."""
+    from outbox.store.lanes import LoadedLane
+    from outbox.store.reading import Reading
 
 # The sequence behind outbox.id, and whether it hands ids out one by one in
 # ascending order, which the cursor's argument needs.
@@ -49,76 +50,67 @@ READ_STATE = "SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1"
 
 READ_OLD_GAPS = "SELECT lo, hi FROM gap"
 
-# Who may still insert an id that was already allocated.  The lock is taken
-# before the allocation and belongs to the top transaction until its end.
-HOLDERS = """
-SELECT virtualtransaction FROM pg_locks
- WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND relation = $1
-   AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+# Who leads, whether it may be replaced, and whether it has left events lying.
+# Late events in old gaps are not looked for: there can be very many of those.
+READ_STANDING = """
+SELECT c.writer AS leader, b.batch,
+       c.writer IS NULL OR c.writer = $1
+           OR NOT EXISTS (SELECT FROM replica r
+                           WHERE r.id = c.writer AND r.expires_at > clock_timestamp()) AS free,
+       EXISTS (SELECT FROM outbox WHERE id > b.high)
+           OR EXISTS (SELECT FROM unnest(b.young) AS gap(ids)
+                       CROSS JOIN LATERAL (
+                             SELECT FROM outbox
+                              WHERE id >= lower(gap.ids) AND id < upper(gap.ids) LIMIT 1) o)
+           AS behind
+  FROM cursor c, (SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1) b
 """
-
-# Which of the holders are *running*: have a transaction that this statement's
-# snapshot still takes for unfinished, so that a read before it saw none of its
-# rows.  The lock on the sequence does not tell, because a transaction's rows
-# are visible before its locks are let go.  Ids in pg_locks have 32 bits; what
-# is "at or after xmax" among them is decided modulo 2^32.
-READ_RUNNING = """
-WITH here AS MATERIALIZED (
-    SELECT pg_snapshot_xmax(s)::text::bigint & 4294967295 AS xmax,
-           array(SELECT x::text::bigint & 4294967295 FROM pg_snapshot_xip(s) x) AS xip
-      FROM pg_current_snapshot() s)
-SELECT DISTINCT l.virtualtransaction
-  FROM pg_locks l, here
- WHERE l.locktype = 'transactionid' AND l.mode = 'ExclusiveLock'
-   AND (l.transactionid::text::bigint = ANY (here.xip)
-        OR (l.transactionid::text::bigint - here.xmax) & 4294967295 < 2147483648)
-"""
-
-# Gaps and everything above the highest id, in id order.  Ranges as rows: an OR
-# over a multirange would scan the whole table.
-READ_EVENTS = """
-SELECT id, tenant, type,
-       CASE WHEN key IS NULL THEN id
-            ELSE hashtextextended(key, 0) & 9223372036854775807 END AS spread
-  FROM (SELECT o.id, o.tenant, o.type, o.key
-          FROM unnest($2::bigint[], $3::bigint[]) AS gap(lo, hi)
-         CROSS JOIN LATERAL (
-               SELECT id, tenant, type, key FROM outbox
-                WHERE id BETWEEN gap.lo AND gap.hi ORDER BY id LIMIT $4) o
-         UNION ALL
-        (SELECT id, tenant, type, key FROM outbox
-          WHERE id > $1 ORDER BY id LIMIT $4)) event
- ORDER BY id LIMIT $4
-"""
-
-# Read after the events, so that none of them can be above the sequence.
-LOOK = f"""
-SELECT coalesce(pg_sequence_last_value($1::oid::regclass), 0) AS last_id,
-       pg_sequence_last_value('wakeup'::regclass) AS wakeup,
-       array({HOLDERS}) AS holders
-"""
-
-# Costs a tenth of a batch that finds nothing.
-READ_LAST_ID = "SELECT coalesce(pg_sequence_last_value($1::oid::regclass), 0)"
 
 READ_COUNTERS = "SELECT lane_id, last_seq FROM lane_counter WHERE lane_id = ANY ($1)"
 
-# The whole batch: its row, the deliveries, and the counters they came from.  The
-# owners of the lanes hear of it when it commits.
+GIVEN_BYTES_MAX = 32 << 10
+"""Payloads and headers that come back with a batch."""
+
+# The whole batch: its row, the deliveries, and the counters they came from; by the
+# leader alone, and only while nobody changed who gets what.  No row at all says
+# that nothing was done.  Other replicas, if there are any, hear of it when it
+# commits.  Some lanes get their events back, so that these need not be read again;
+# but no more than the connection's buffers take, whoever reads them or not: the
+# row is locked until all of it is sent, and a relay that is frozen must not hold it.
 WRITE_BATCH = f"""
-WITH row AS (
+WITH held AS MATERIALIZED (
+    SELECT FROM cursor WHERE writer = $12 AND version = $15 FOR UPDATE SKIP LOCKED),
+row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer)
-    VALUES ($1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12)),
+    SELECT $1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12 FROM held),
 counted AS (
     UPDATE lane_counter c SET last_seq = n.last_seq
-      FROM unnest($7::bigint[], $8::bigint[]) AS n(lane_id, last_seq)
+      FROM held, unnest($7::bigint[], $8::bigint[]) AS n(lane_id, last_seq)
      WHERE c.lane_id = n.lane_id),
 given AS (
     INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id, replay_seq)
     SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq
-      FROM unnest($9::bigint[], $10::bigint[], $11::bigint[], $13::bigint[], $14::bigint[])
-           AS d(lane_id, seq, outbox_id, replay_id, replay_seq))
-{WAKE_OWNERS} WHERE cardinality($9::bigint[]) > 0
+      FROM held, unnest($9::bigint[], $10::bigint[], $11::bigint[], $13::bigint[], $14::bigint[])
+           AS d(lane_id, seq, outbox_id, replay_id, replay_seq)
+    RETURNING lane_id, batch, seq, outbox_id),
+awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM held WHERE $16),
+told AS MATERIALIZED (
+    {WAKE_OWNERS} FROM held
+     WHERE cardinality($9::bigint[]) > 0 AND EXISTS (SELECT FROM replica WHERE id <> $12))
+SELECT lane_id, batch, seq, outbox_id, {EVENT}, NULL::bigint AS was_seq,
+       (SELECT count(*) FROM awake) + (SELECT count(*) FROM told) AS done
+  FROM held
+  LEFT JOIN LATERAL (
+       SELECT given.*, o.*,
+              sum(octet_length(o.payload::text) + coalesce(octet_length(o.headers::text), 0))
+                  OVER (ORDER BY given.lane_id, given.seq ROWS UNBOUNDED PRECEDING) AS bytes
+         FROM given
+        CROSS JOIN LATERAL (
+              SELECT event_id, tenant, type, key, payload, headers,
+                     created_at AS published_at, expires_at
+                FROM outbox WHERE id = given.outbox_id LIMIT 1) o
+        WHERE given.lane_id = ANY ($17::bigint[])) found ON bytes <= {GIVEN_BYTES_MAX}
+ ORDER BY lane_id, seq
 """  # noqa: S608 (constants only)
 
 CLOSE_OLD_GAPS = "DELETE FROM gap WHERE lo = ANY ($1)"
@@ -140,12 +132,15 @@ class Lock:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What is seen right after a read."""
+class Standing:
+    """How the replica that leads is doing."""
 
-    last_id: int
-    wakeup: int
-    holders: Holders
+    leader: int | None
+    batch: int
+    free: bool
+    """Nobody leads, or whoever does is gone, or it is who asks."""
+    behind: bool
+    """There are events that are not sequenced."""
 
 
 class CursorStore:
@@ -181,11 +176,12 @@ class CursorStore:
             )
 
     def transaction(self) -> Transaction:
-        """A batch's transaction.
+        """A transaction that may hold the cursor row.
 
         Its isolation is set here, whatever the server's default: under
         REPEATABLE READ all statements would share the first one's snapshot
-        and events would be lost.
+        and events would be lost.  (A statement of its own has one snapshot under
+        any isolation.)
         """
         return self._db.transaction(isolation=self.ISOLATION)
 
@@ -210,22 +206,24 @@ class CursorStore:
         rows = await self._db.fetch(HOLDERS, self._sequence_oid)
         return frozenset(r["virtualtransaction"] for r in rows)
 
-    async def read(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
-        """Committed events in the gaps and above `high`, by id, at most `limit`."""
+    async def read(
+        self, high: int, gaps: Sequence[Range], limit: int, *, more_gaps: bool
+    ) -> Reading:
+        """Committed events in the gaps and above `high`, by id, at most `limit`.
+
+        Args:
+            more_gaps: there are gaps that are not to be read.
+        """
         rows = await self._db.fetch(
-            READ_EVENTS, high, [lo for lo, _ in gaps], [hi for _, hi in gaps], limit
+            READ,
+            high,
+            [lo for lo, _ in gaps],
+            [hi for _, hi in gaps],
+            limit,
+            self._sequence_oid,
+            more_gaps,
         )
-        return [Sighting(r["id"], r["tenant"], r["type"], r["spread"]) for r in rows]
-
-    async def look(self) -> Look:
-        """The sequence, the wake-up flag and the holders after a read."""
-        row = await self._db.fetchrow(LOOK, self._sequence_oid)
-        return Look(row["last_id"], row["wakeup"], frozenset(row["holders"]))
-
-    async def last_id(self) -> int:
-        """The last id that was given to anybody, committed or not."""
-        last_id: int = await self._db.fetchval(READ_LAST_ID, self._sequence_oid)
-        return last_id
+        return reading_of(rows)
 
     async def running(self) -> Holders:
         """Everyone whose rows no read before this one can have seen."""
@@ -237,14 +235,37 @@ class CursorStore:
         rows = await self._db.fetch(READ_COUNTERS, list(lane_ids))
         return {r["lane_id"]: r["last_seq"] for r in rows}
 
+    async def standing(self, me: int) -> Standing:
+        """How the leader is doing, as replica `me` sees it."""
+        row = await self._db.fetchrow(READ_STANDING, me)
+        return Standing(row["leader"], row["batch"], row["free"], row["behind"])
+
     async def write(
-        self, batch: int, step: Step, events: int, deliveries: Deliveries, writer: int
-    ) -> None:
-        """Write one batch: its row, its deliveries, counters and gaps.
+        self,
+        batch: int,
+        step: Step,
+        events: int,
+        deliveries: Deliveries,
+        writer: int,
+        version: int,
+        *,
+        awake: bool,
+        wanted: Mapping[int, LoadedLane],
+    ) -> dict[int, list[Delivery]] | None:
+        """Write one batch: its row, its deliveries and counters.
 
         When it commits, other replicas are told that their lanes have something.
+
+        Args:
+            writer: must lead, or nothing is done;
+            version: so must this be the version of who gets what.
+            awake: set the wake-up flag to "awake".
+            wanted: lanes that want what they were given now.
+
+        Returns:
+            What the wanted lanes were given, up to some bytes; None: nothing was done.
         """
-        await self._db.execute(
+        rows = await self._db.fetch(
             WRITE_BATCH,
             batch,
             step.high,
@@ -260,17 +281,29 @@ class CursorStore:
             writer,
             deliveries.replay_ids,
             deliveries.replay_seqs,
+            version,
+            awake,
+            list(wanted),
         )
-        if step.old_closed:
-            await self._db.execute(CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed])
-        if step.old_opened:
-            await self._db.execute(
-                OPEN_OLD_GAPS,
-                [lo for lo, _ in step.old_opened],
-                [hi for _, hi in step.old_opened],
-            )
+        if not rows:
+            return None
+        given: dict[int, list[Delivery]] = {}
+        for row in rows:
+            if row["lane_id"] is not None:
+                delivery = delivery_of(wanted[row["lane_id"]], row)
+                given.setdefault(row["lane_id"], []).append(delivery)
+        return given
 
-    async def sign(self, writer: int) -> None:
+    async def write_old_gaps(self, step: Step) -> None:
+        """Write what a batch did to the table of old gaps, in its transaction."""
+        await self._db.execute(CLOSE_OLD_GAPS, [lo for lo, _ in step.old_closed])
+        await self._db.execute(
+            OPEN_OLD_GAPS,
+            [lo for lo, _ in step.old_opened],
+            [hi for _, hi in step.old_opened],
+        )
+
+    async def sign(self, writer: int | None) -> None:
         """Put the writer's name on the cursor row."""
         await self._db.execute(SIGN_CURSOR, writer)
 

@@ -40,7 +40,7 @@ SELECT e.id
 
 
 class FilterStore:
-    """Evaluates filters on the sequencer's connection and in its transaction.
+    """Evaluates filters on the sequencer's connection, in a transaction.
 
     asyncpg's errors pass through, apart from those of a filter itself.
     """

@@ -57,17 +57,19 @@ SELECT lane.id, a.seq, a.batch, a.started_at
           AND outcome = 'delivered' OFFSET 0) a
 """
 
+# What is read of an event.  Times are kept to those that Python has a name for;
+# PostgreSQL knows others (infinity).
+EVENT = """event_id, tenant, type, key, payload::text AS payload, headers::text AS headers,
+       greatest(least(published_at, '9999-12-30'), '0001-01-02') AS published_at,
+       greatest(least(expires_at, '9999-12-30'), '0001-01-02') AS expires_at"""
+
 # Deliveries with their events.  `batch >=` keeps each lane to the partitions
 # that can hold something for it.  An event that is gone is taken from the dead
-# letter's copy when this is a replay, and is otherwise left empty.  Times are
-# kept to those that Python has a name for; PostgreSQL knows others (infinity).
+# letter's copy when this is a replay, and is otherwise left empty.
 # LIMIT 1 keeps the events to a look by id: a join would hash the whole outbox.
 # Large payloads come in smaller helpings, measured as they are stored.
-READ_DELIVERIES = """
-SELECT lane_id, batch, seq, outbox_id, event_id, tenant, type, key, payload::text AS payload,
-       headers::text AS headers,
-       greatest(least(published_at, '9999-12-30'), '0001-01-02') AS published_at,
-       greatest(least(expires_at, '9999-12-30'), '0001-01-02') AS expires_at,
+READ_DELIVERIES = f"""
+SELECT lane_id, batch, seq, outbox_id, {EVENT},
        was_endpoint_id, was_generation, was_slot, was_seq
   FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id,
                coalesce(o.event_id, x.event_id) AS event_id,
@@ -100,7 +102,7 @@ SELECT lane_id, batch, seq, outbox_id, event_id, tenant, type, key, payload::tex
                 WHERE replay.id = d.replay_id LIMIT 1) x ON true) found
  WHERE coalesce(bytes_before, 0) < $5
  ORDER BY lane_id, seq
-"""
+"""  # noqa: S608 (constants only)
 
 # Lanes that wait for an operator.
 READ_BLOCKED = "SELECT lane_id FROM lane_block WHERE lane_id = ANY ($1)"
@@ -241,6 +243,11 @@ def _seconds(at: datetime | None) -> float | None:
 def _delivery(lane: LoadedLane, row: Any) -> Delivery | Gone:
     if row["payload"] is None:
         return Gone(lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"])
+    return delivery_of(lane, row)
+
+
+def delivery_of(lane: LoadedLane, row: Any) -> Delivery:
+    """A delivery from a row with `EVENT`."""
     replay_of = None
     if row["was_seq"] is not None:
         was = lane_name(row["was_endpoint_id"], row["was_generation"], row["was_slot"])

@@ -5,6 +5,7 @@ Every change of hands is one transaction, and journalled in it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -176,6 +177,11 @@ class ReplicaStore:
                 await self._db.execute(f"SET LOCAL lock_timeout = {int(lock_timeout_s * 1000)}")
                 if await self._db.fetchval(LOCK_REPLICA, replica_id) is None:
                     return False
+                # A frozen one may also be in the way where this lock does not tell:
+                # in the middle of an answer that nobody takes, on the cursor row.
+                with suppress(asyncpg.InsufficientPrivilegeError):
+                    async with self._db.transaction():
+                        await self._db.execute(BACKENDS, replica_id, application_name(replica_id))
                 await self._db.execute(FREE_ALL, replica_id, actor, "lease ran out")
                 await self._db.execute(REMOVE_REPLICA, replica_id)
         except asyncpg.LockNotAvailableError:

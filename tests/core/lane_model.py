@@ -127,18 +127,33 @@ class World(Watch):
 
     # -------------------------------------------------------- what happens
 
-    def offer(self, count: int, *, expires_in_s: float | None = None, told: bool = True) -> None:
-        """A batch gives the lane some numbers; its owner may hear of it later."""
+    def offer(
+        self,
+        count: int,
+        *,
+        expires_in_s: float | None = None,
+        told: bool = True,
+        given: bool = False,
+    ) -> None:
+        """A batch gives the lane some numbers; its owner may hear of it later.
+
+        `given`: it gets the deliveries together with the news.
+        """
         self._batch += 1
         expires_at = None
         if expires_in_s is not None:
             expires_at = datetime.fromtimestamp(self.now + expires_in_s, UTC)
         if self.disk.closed:
             return
-        for _ in range(count):
-            self.disk.give_out(delivery(self.disk.last_seq + 1, self._batch, expires_at), self.now)
+        new = [delivery(self.disk.last_seq + 1 + n, self._batch, expires_at) for n in range(count)]
+        for each in new:
+            self.disk.give_out(each, self.now)
         if told:
             self._tell()
+        if told and given:
+            self.lane.given(new)
+            if new[0].seq == self._in_hand + 1:
+                self._in_hand = new[-1].seq
 
     def _tell(self) -> None:
         self.lane.offered(self.disk.last_seq, self.now)

@@ -36,9 +36,10 @@ class LaneMachine(RuleBasedStateMachine):
         count=st.integers(1, 20),
         expires_in_s=st.sampled_from([None, None, 0.5, 5.0]),
         told=st.booleans(),
+        given=st.booleans(),
     )
-    def offer(self, count: int, expires_in_s: float | None, told: bool) -> None:
-        self.world.offer(count, expires_in_s=expires_in_s, told=told)
+    def offer(self, count: int, expires_in_s: float | None, told: bool, given: bool) -> None:
+        self.world.offer(count, expires_in_s=expires_in_s, told=told, given=given)
 
     @rule(i=st.integers(0, 3))
     def erase(self, i: int) -> None:

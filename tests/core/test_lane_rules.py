@@ -19,6 +19,9 @@ from tests.core.promises import Violation
 from tests.core.wander import hunt_lane
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from outbox.core.request import Delivery
     from outbox.core.steps import Command
 
 
@@ -32,6 +35,15 @@ class SendsTheNextOneMeanwhile(Lane):
             self._head = Head()
             command = super().next(now, gate)
         return command
+
+
+class TakesWhatDoesNotFollow(Lane):
+    """What it is given goes behind what is in hand, whatever is missing in between."""
+
+    def given(self, deliveries: Iterable[Delivery]) -> None:
+        for each in deliveries:
+            if each.seq > self._fetched:
+                self._take(each)
 
 
 class SendsTwoAtATime(Lane):
@@ -329,7 +341,8 @@ def _faults(value: object) -> str | None:
     ("lane", "faults", "violation"),
     [
         (SendsTheNextOneMeanwhile, NO_FAULTS, "is sent before|ends, and"),
-        (SendsTwoAtATime, NO_FAULTS, "two requests"),
+        (TakesWhatDoesNotFollow, NO_FAULTS, "is sent before"),
+        (SendsTwoAtATime, NO_FAULTS, "two requests|is due and not sent"),
         (AcknowledgesBeforeTheAnswer, NO_FAULTS, "is passed without an outcome"),
         (CheckpointsWhatWaits, NO_FAULTS, "is passed without an outcome"),
         (CheckpointsUnwrittenRetries, NO_FAULTS, "attempts are not what is logged"),
@@ -366,7 +379,7 @@ def _faults(value: object) -> str | None:
 )
 def test_without_this_rule(lane: type[Lane], faults: Faults, violation: str) -> None:
     with pytest.raises(Violation, match=violation):
-        hunt_lane(300, lane, replace(faults, says_so=False))
+        hunt_lane(400, lane, replace(faults, says_so=False))
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def _wander_lane(world: World, rng: random.Random, steps: int) -> None:
     below, chance = rng.randrange, lambda: rng.random() < 0.5
     blocks, ends = rng.random() < 0.2, rng.random() < 0.3
     happenings: list[tuple[float, Callable[[], object]]] = [
-        (2, lambda: world.offer(1 + below(4))),
-        (0.5, lambda: world.offer(1 + below(20), told=chance())),
+        (2, lambda: world.offer(1 + below(4), given=chance())),
+        (0.5, lambda: world.offer(1 + below(20), told=chance(), given=chance())),
         (0.5, lambda: world.offer(2, expires_in_s=5 * rng.random())),
         (0.3, lambda: world.erase(below(4))),
         (16, world.proceed),

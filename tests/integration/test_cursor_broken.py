@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from outbox.errors import CursorBroken
 from outbox.relay import sequencer as sequencer_module
-from outbox.relay.sequencer import Turn
+from outbox.relay.cursor import Turn
 from tests.support.judge import SPOTLESS, judge
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper

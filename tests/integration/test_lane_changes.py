@@ -66,6 +66,8 @@ async def test_every_key_keeps_its_order_over_changes_and_kills(
         await work(4)
         await work(2)
     async with running(database, network):
+        # It sequences only when it is seen that nobody else does.
+        await all_ended(database)
         await work(8)
         await work(3)
         await all_ended(database)

@@ -28,13 +28,14 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection
 
     import pytest
 
     from outbox.core.health import HealthRecord
+    from outbox.core.steps import Send
+    from outbox.relay.owned import OwnedLane
     from outbox.store.destinations import Endpoint
-    from outbox.store.lanes import LoadedLane
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -122,15 +123,14 @@ async def test_who_waits_for_a_slot_obeys_a_pause_that_came_meanwhile(
 async def test_who_waits_for_a_slot_obeys_a_retry_after_that_came_meanwhile(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[int] = []
-    read_deliveries = LaneStore.deliveries
+    waiting: set[int] = set()
+    send = Dispatcher._send
 
-    async def deliveries(self: LaneStore, lanes: Sequence[LoadedLane], *of: Any) -> Any:
-        rows = await read_deliveries(self, lanes, *of)
-        read.extend(lane.id for lane in lanes)
-        return rows
+    async def seen(self: Dispatcher, lane: OwnedLane, what: Send) -> None:
+        waiting.add(lane.loaded.id)
+        await send(self, lane, what)
 
-    monkeypatch.setattr(LaneStore, "deliveries", deliveries)
+    monkeypatch.setattr(Dispatcher, "_send", seen)
     await add_endpoint(database, lanes=32, types=["a.b"])
     await add_endpoint(database, "other", types=["other"])
     answer_first = asyncio.Event()
@@ -146,9 +146,9 @@ async def test_who_waits_for_a_slot_obeys_a_retry_after_that_came_meanwhile(
         for key in "abcdefgh":
             await publish(database, key, key=key)
         lanes = await _lanes(database)
-        await until(lambda: len(set(read)) == lanes, 5, "them to wait for the slot")
+        await until(lambda: len(waiting) == lanes, 5, "them to wait for the slot")
         await publish(database, "other", type="other")
-        await until(lambda: len(set(read)) == lanes + 1, 5, "the other one to wait behind them")
+        await until(lambda: len(waiting) == lanes + 1, 5, "the other one to wait behind them")
         answer_first.set()
         await until(lambda: network.data() == ["other"], 5, "the slot to be free")
     assert len(network.sent) == 2

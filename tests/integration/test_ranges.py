@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.identity import delivery_id
-from outbox.relay import sequencer as module
-from outbox.relay.sequencer import Turn
+from outbox.relay import cursor as module
+from outbox.relay.cursor import Turn
 from outbox.store import dead, endpoint_removal, replays
 from outbox.store.replays import Selection
 from tests.support import ranges
@@ -161,10 +161,10 @@ async def test_who_follows_a_dead_sequencer_goes_on_with_its_range(
     first, second = [await ranges.sequencer(database) for _ in range(2)]
     await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
     for worker in (first, second, first):
-        assert await worker.turn() is Turn.MOVED
+        assert await ranges.turn(worker) is Turn.MOVED
     assert await db.fetchval(PENDING) is None
     for worker in (first, second, first, second):
-        assert await worker.turn() is Turn.IDLE
+        assert await ranges.turn(worker) is Turn.IDLE
     assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id > 0") == 10
     await publish(database, "a")
     assert await second.turn() is Turn.MOVED

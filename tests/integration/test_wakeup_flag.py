@@ -10,7 +10,7 @@ import pytest
 
 from outbox.relay import sequencer as sequencer_module
 from outbox.relay.relay import SURVIVABLE
-from outbox.store.cursor import AWAKE
+from outbox.store.reading import AWAKE
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper
 from tests.support.waiting import until
@@ -226,7 +226,7 @@ async def test_a_steady_load_changes_the_flag_rarely(database: Database) -> None
 async def test_a_trickle_leaves_the_flag_as_it_is(database: Database) -> None:
     """Being woken for each of a few events is quicker than looking for them."""
     producer = await database.connect()
-    async with sleeper(database, busy_events=100) as relay:
+    async with sleeper(database, thick_events=100) as relay:
         await relay.asleep()
         before = dict(relay.store.flags)
         for _ in range(5):
@@ -236,7 +236,7 @@ async def test_a_trickle_leaves_the_flag_as_it_is(database: Database) -> None:
 
 async def test_a_busy_relay_is_not_notified(database: Database) -> None:
     producer = await database.connect()
-    async with sleeper(database, busy_events=2) as relay:
+    async with sleeper(database, thick_events=2) as relay:
         await relay.asleep()
 
         async def awake() -> bool:
@@ -251,7 +251,7 @@ async def test_what_commits_during_a_batch_that_does_not_wake_is_heard(
     database: Database, point: str
 ) -> None:
     producer, waker = await database.connect(), await database.connect()
-    async with sleeper(database, busy_events=100) as relay:
+    async with sleeper(database, thick_events=100) as relay:
         await relay.asleep()
         await producer.execute("BEGIN")
         late = await producer.fetchval(INSERT)

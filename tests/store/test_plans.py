@@ -26,6 +26,7 @@ from outbox.store import (
     destinations,
     endpoints,
     lanes,
+    reading,
     records,
     replicas,
     routing,
@@ -82,12 +83,17 @@ class Case:
 # ---------------------------------------------------------------- the sequencer
 
 
-def _events(high: int, gaps: Sequence[tuple[int, int]]) -> tuple[Any, ...]:
-    return (high, [lo for lo, _ in gaps], [hi for _, hi in gaps], 2000)
+async def _events(log: LongLog, high: int, gaps: Sequence[tuple[int, int]] = ()) -> tuple[Any, ...]:
+    async with log.database.connection() as connection:
+        oid = await connection.fetchval("SELECT 'relay.outbox_id_seq'::regclass::oid")
+    return (high, [lo for lo, _ in gaps], [hi for _, hi in gaps], 2000, oid, bool(gaps))
 
 
 NEXT = HIGH + 2 + UNSEQUENCED
 """The newest id."""
+SAID, SAID_PAGES = 2, 32
+"""What a read looks at beside the events: the cursor row (with its dead versions) and
+this database's name."""
 
 
 async def _state(log: LongLog) -> Case:
@@ -95,31 +101,33 @@ async def _state(log: LongLog) -> Case:
 
 
 async def _events_when_idle(log: LongLog) -> Case:
-    return Case(cursor.READ_EVENTS, _events(NEXT, []), 0, 20, {"outbox": NEWEST})
+    return Case(reading.READ, await _events(log, NEXT), SAID, 20 + SAID_PAGES, {"outbox": NEWEST})
 
 
 async def _events_and_young_gaps(log: LongLog) -> Case:
     gaps = GAPS[-20:]
-    pages = FOUR * len(gaps) + UNSEQUENCED
-    return Case(cursor.READ_EVENTS, _events(HIGH, gaps), UNSEQUENCED, pages, {"outbox": NEWEST})
+    rows, pages = UNSEQUENCED + SAID, FOUR * len(gaps) + UNSEQUENCED + SAID_PAGES
+    return Case(reading.READ, await _events(log, HIGH, gaps), rows, pages, {"outbox": NEWEST})
 
 
 async def _events_of_a_backlog(log: LongLog) -> Case:
     """A full batch, far behind, and the gaps just below it: all of one partition."""
     at = 3 * WIDTHS["outbox"] + WIDTHS["outbox"] // 2
     gaps = [gap for gap in GAPS if at - 20_000 < gap[0] < at]
-    pages = FOUR * len(gaps) + 100
-    return Case(cursor.READ_EVENTS, _events(at, gaps), 2000, pages, {"outbox": range(3, 4)})
+    rows, pages = 2000 + SAID, FOUR * len(gaps) + 100 + SAID_PAGES
+    return Case(reading.READ, await _events(log, at, gaps), rows, pages, {"outbox": range(3, 4)})
 
 
 async def _events_and_every_old_gap(log: LongLog) -> Case:
-    pages = FOUR * len(GAPS) + UNSEQUENCED
-    return Case(cursor.READ_EVENTS, _events(HIGH, GAPS), UNSEQUENCED, pages, {"outbox": ALL})
+    rows, pages = UNSEQUENCED + SAID, FOUR * len(GAPS) + UNSEQUENCED + SAID_PAGES
+    return Case(reading.READ, await _events(log, HIGH, GAPS), rows, pages, {"outbox": ALL})
 
 
 async def _events_and_a_gap_as_wide_as_a_setval(log: LongLog) -> Case:
     gaps = [(NEXT + 1, NEXT + 1_000_000)]
-    return Case(cursor.READ_EVENTS, _events(NEXT, gaps), 0, 40, {"outbox": NEWEST})
+    return Case(
+        reading.READ, await _events(log, NEXT, gaps), SAID, 40 + SAID_PAGES, {"outbox": NEWEST}
+    )
 
 
 async def _replays(log: LongLog) -> Case:
@@ -153,9 +161,17 @@ async def _batch(log: LongLog) -> Case:
         deliveries.counters[lane] = NUMBERS + 1
     step = Step(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
     heard = Heard()
-    await cursor.CursorStore(heard).write(BATCHES, step, 100, deliveries, 1)
+    wanted: dict[int, Any] = dict.fromkeys(log.lanes[:20])
+    await cursor.CursorStore(heard).write(
+        BATCHES, step, 100, deliveries, 1, 1, awake=True, wanted=wanted
+    )
     ((sql, arguments),) = heard.asked
-    return Case(sql, arguments, LANES, 1000)
+    leads = "UPDATE cursor SET writer = 1, version = 1"
+    return Case(sql, arguments, LANES + len(wanted) + 2, 1000, before=(leads,))
+
+
+async def _standing(log: LongLog) -> Case:
+    return Case(cursor.READ_STANDING, (2,), 5, 40, {"batch": NEWEST, "outbox": NEWEST})
 
 
 # -------------------------------------------------------------------- the owner
@@ -325,6 +341,7 @@ RELAY = {
         _routes,
         _counters_of_some,
         _batch,
+        _standing,
         _lanes_of_one,
         _lanes_of_all,
         _tail,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox.core.gaps import GapTracker, Holders, Step
 from outbox.core.sequencing import Sighting
-from outbox.relay.sequencer import Sequencer
-from outbox.store.cursor import CursorStore, Look
-from tests.support.sequencers import Variant
+from outbox.relay.cursor import Cursor, Turn
+from outbox.store.cursor import CursorStore
+from tests.support.sequencers import Slow, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ class TimeOutTracker(GapTracker):
             kept.append(gap)
 
 
-class SnapshotStore(CursorStore):
+class SnapshotStore(Slow):
     """Shows the snapshot's bounds instead of the holders of the lock."""
 
     async def holders(self) -> Holders:
@@ -49,8 +49,8 @@ class SnapshotStore(CursorStore):
         )
         return frozenset({f"{row['xmin']} {row['xmax']}"})
 
-    async def look(self) -> Look:
-        return replace(await super().look(), holders=await self.holders())
+    async def look(self) -> Holders:
+        return await self.holders()
 
     async def running(self) -> Holders:
         return await self.holders()
@@ -73,10 +73,10 @@ class XmaxTracker(GapTracker):
         return not XmaxTracker._still_there(holders, present)
 
 
-class HorizonStore(CursorStore):
+class HorizonStore(Slow):
     """Reads in the order of (xid, id), below the oldest running xid."""
 
-    async def read(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
         rows = await self._db.fetch(
             """
             SELECT id, tenant, type,
@@ -116,13 +116,21 @@ class FullBatchTracker(GapTracker):
         return super().close(ids, False, after, now)
 
 
-class RepeatableReadStore(CursorStore):
+class RepeatableReadStore(Slow):
     """Reads everything in the snapshot of the first statement."""
 
     ISOLATION = "repeatable_read"  # type: ignore[assignment]
 
 
-class ModestStore(CursorStore):
+class OneSnapshotCursor(Cursor):
+    """Holds the row over every batch, and looks at the holders in its snapshot."""
+
+    async def turn(self, *, asleep_s: int | None = None) -> Turn:
+        self.leads, self._holders = False, None
+        return await super().turn(asleep_s=asleep_s)
+
+
+class ModestStore(Slow):
     """Does not count itself among the holders.
 
     Reading the sequence takes the lock too.  So the name of the batch that
@@ -130,12 +138,12 @@ class ModestStore(CursorStore):
     mistakes about old gaps, and nothing must depend on it.
     """
 
-    async def look(self) -> Look:
-        look = await super().look()
+    async def look(self) -> Holders:
+        holders = await super().look()
         own = await self._db.fetchval(
             "SELECT virtualtransaction FROM pg_locks WHERE pid = pg_backend_pid() LIMIT 1"
         )
-        return replace(look, holders=look.holders - {own})
+        return holders - {own}
 
 
 class LockStore(CursorStore):
@@ -143,6 +151,18 @@ class LockStore(CursorStore):
 
     async def running(self) -> Holders:
         return await self.holders()
+
+
+class UnfencedStore(Slow):
+    """Writes whoever leads."""
+
+    async def write(
+        self, batch: int, step: Step, events: int, deliveries: Any, *_: int, **options: Any
+    ) -> Any:
+        newest = await self._db.fetchrow(
+            "SELECT (SELECT max(batch) + 1 FROM batch), writer, version FROM cursor"
+        )
+        return await super().write(newest[0], step, events, deliveries, *newest[1:], **options)
 
 
 class FreshBeforeTracker(GapTracker):
@@ -219,7 +239,7 @@ class RememberingTracker(GapTracker):
         pass
 
 
-class RememberingSequencer(Sequencer):
+class RememberingCursor(Cursor):
     """Goes on after a lost connection as if nothing had happened."""
 
     remembers = True
@@ -244,14 +264,15 @@ HORIZON = Variant(
     prepare="ALTER TABLE relay.outbox ADD COLUMN x xid8 DEFAULT pg_current_xact_id();",
 )
 FULL_BATCH = Variant(tracker=FullBatchTracker)
-REPEATABLE_READ = Variant(store=RepeatableReadStore)
+REPEATABLE_READ = Variant(store=RepeatableReadStore, cursor=OneSnapshotCursor)
 FRESH_BEFORE = Variant(tracker=FreshBeforeTracker)
 PROOF_AFTER = Variant(tracker=ProofAfterTracker)
 KNOWN_AFTER = Variant(store=ModestStore, tracker=KnownAfterTracker)
 NO_RECHECK = Variant(tracker=NoRecheckTracker)
+UNFENCED = Variant(store=UnfencedStore)
 LOCK_RECHECK = Variant(store=LockStore)
 EARLY_MOVE = Variant(store=ModestStore, tracker=EarlyMoveTracker)
 UNREACHED = Variant(tracker=UnreachedTracker)
 DEAF = Variant(tracker=DeafTracker)
-REMEMBERING = Variant(sequencer=RememberingSequencer, tracker=RememberingTracker)
-REMEMBERING_DEAF = Variant(sequencer=RememberingSequencer, tracker=RememberingDeafTracker)
+REMEMBERING = Variant(cursor=RememberingCursor, tracker=RememberingTracker)
+REMEMBERING_DEAF = Variant(cursor=RememberingCursor, tracker=RememberingDeafTracker)

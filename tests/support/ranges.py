@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.relay.sequencer import Turn
+from outbox.relay.cursor import Turn
 from outbox.store.changes import change
 from tests.support.sequencers import REAL, session, settings
 
@@ -52,6 +52,12 @@ async def sequencer(database: Database) -> Sequencer:
     made, store = REAL.build(await session(database), settings(database))
     await store.check()
     return made
+
+
+async def turn(worker: Sequencer) -> Turn:
+    """A turn of one of several; who does not lead any more takes the lead."""
+    done = await worker.turn()
+    return await worker.turn() if done is Turn.OVERTAKEN else done
 
 
 async def sequence_all(database: Database) -> None:

@@ -94,7 +94,7 @@ async def a_cut_batch_does_not_reach_a_gap(stage: Stage) -> None:
     await one.commit()
     await two.commit()
     await stage.limit(1)
-    await stage.turn()
+    await stage.turn(asleep_s=60)
     await stage.expect_sequenced(2, 4, 1)
 
 
@@ -103,7 +103,17 @@ async def a_commit_comes_after_the_lock_of_the_cursor(stage: Stage) -> None:
     await slow.open()  # 1
     await quick.publish()  # 2
     await stage.turn()
-    await stage.turn(holders=slow.commit)
+    await stage.turn(asleep_s=60, holders=slow.commit)
+
+
+async def a_commit_comes_before_the_write(stage: Stage) -> None:
+    slow, quick = await stage.actors(2)
+    await slow.open()  # 1
+    await quick.publish()  # 2
+    await stage.turn(write=slow.commit)
+    await stage.expect_sequenced(2)
+    await stage.turn()
+    await stage.expect_sequenced(2, 1)
 
 
 async def a_commit_comes_between_the_look_and_the_read(stage: Stage) -> None:
@@ -294,6 +304,37 @@ async def a_commit_is_in_doubt(stage: Stage) -> None:
     await stage.expect_sequenced(2, 1, 3)
 
 
+async def a_leaders_commit_is_in_doubt(stage: Stage) -> None:
+    """The same of a batch that did not hold the cursor row."""
+    slow, quick = await stage.actors(2)
+    await quick.publish()  # 1
+    await stage.turn()
+    await slow.open()  # 2
+    await quick.publish()  # 3
+    await stage.turn_in_doubt()
+    await quick.publish()  # 4
+    await slow.commit()
+    await stage.turn()
+    await stage.expect_sequenced(1, 3, 2, 4)
+
+
+async def another_replica_sequences_before_the_write(stage: Stage) -> None:
+    """What was read by who is not the leader any more must not be written."""
+    slow, quick = await stage.actors(2)
+    await quick.publish()  # 1
+    await stage.turn()
+    await slow.open(v=1)  # 2
+    await quick.publish()  # 3
+
+    async def overtake() -> None:
+        await slow.commit()
+        await stage.turn_of_another()
+        await quick.publish(v=2)  # 4
+
+    await stage.turn(write=overtake)
+    await stage.expect_sequenced(1, 2, 3, 4)
+
+
 async def another_replica_sequences_in_between(stage: Stage) -> None:
     slow, quick, other = await stage.actors(3)
     await slow.open()  # 1
@@ -355,6 +396,7 @@ SCRIPTS = (
     Script(a_commit_comes_after_the_lock_of_the_cursor, {
         "repeatable read": (variants.REPEATABLE_READ, "lost"),
     }),
+    Script(a_commit_comes_before_the_write),
     Script(a_commit_comes_between_the_look_and_the_read),
     Script(a_commit_comes_between_the_read_and_the_look, {
         "holders looked at after the read": (variants.PROOF_AFTER, "lost"),
@@ -381,6 +423,10 @@ SCRIPTS = (
     Script(an_event_comes_late_into_an_old_gap_of_many),
     Script(a_batch_is_rolled_back),
     Script(a_commit_is_in_doubt),
+    Script(a_leaders_commit_is_in_doubt),
+    Script(another_replica_sequences_before_the_write, {
+        "a batch is written by who does not lead any more": (variants.UNFENCED, "duplicated"),
+    }),
     Script(another_replica_sequences_in_between),
     Script(ids_skip_millions),
 )  # fmt: skip

@@ -14,10 +14,13 @@ from pydantic import SecretStr
 from outbox.config import Settings
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.gaps import GapTracker
+from outbox.core.sequencing import Sighting
 from outbox.relay.bell import Bell
-from outbox.relay.sequencer import Sequencer, Turn
-from outbox.store import endpoint_changes
-from outbox.store.cursor import CursorStore, Look
+from outbox.relay.cursor import Cursor, Turn
+from outbox.relay.sequencer import Sequencer
+from outbox.store import endpoint_changes, reading
+from outbox.store.cursor import CursorStore
+from outbox.store.reading import Reading
 
 if TYPE_CHECKING:
     import random
@@ -26,8 +29,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.gaps import CursorState, Holders, Range, Step
-    from outbox.core.sequencing import Sighting
-    from outbox.relay.sequencer import Sequenced
+    from outbox.relay.cursor import Sequenced
     from tests.support.postgres import Database
 
 # What a sequencer meets when its connection or the server is gone.
@@ -50,6 +52,7 @@ class Variant:
     """The sequencer's parts; the defaults are the real ones."""
 
     sequencer: type[Sequencer] = Sequencer
+    cursor: type[Cursor] = Cursor
     store: type[CursorStore] = CursorStore
     tracker: type[GapTracker] = GapTracker
     prepare: str = ""
@@ -65,20 +68,20 @@ class Variant:
         store_mixin: type | None = None,
         on_batch: Callable[[Sequenced], None] = lambda _: None,
         notified: bool = False,
-        busy_events: int = 1,
+        thick_events: int = 1,
     ) -> tuple[Sequencer, Any]:
         """A sequencer and its store; `store_mixin` comes before the store's class.
 
         Unless told otherwise every event makes it busy, so that it falls
         asleep anew after each.
         """
-        store_type = (
-            type(f"Watched{self.store.__name__}", (store_mixin, self.store), {})
-            if store_mixin
-            else self.store
-        )
-        # The constructor reads them.
-        settled = {"tracker_type": self.tracker, "busy_events": busy_events}
+        bases = tuple(each for each in (store_mixin, self.store) if each is not None)
+        if self.store is CursorStore and store_mixin is not None:
+            bases = (store_mixin,) if issubclass(store_mixin, CursorStore) else bases
+        store_type = type(f"Watched{self.store.__name__}", bases, {})
+        # The constructors read them.
+        cursor_type = type(self.cursor.__name__, (self.cursor,), {"tracker_type": self.tracker})
+        settled = {"cursor_type": cursor_type, "thick_events": thick_events}
         sequencer_type = type(self.sequencer.__name__, (self.sequencer,), settled)
         store = store_type(connection)
         sequencer = sequencer_type(
@@ -131,15 +134,51 @@ def on_clock(tracker: type[GapTracker], ahead_s: Callable[[float], float]) -> ty
     return OnClock
 
 
-class Hooked:
-    """Mixed into a store: something happens between two of its statements.
+class Slow(CursorStore):
+    """Reads events and looks at the rest in two statements.
 
-    A hook runs once, right before the named statement; `look` is the pair of
-    statements after the read.
+    In the product they are one, whose snapshot is older than what it says about
+    the sequence and its holders; here something can happen in between.
+    """
+
+    async def read(
+        self, high: int, gaps: Sequence[Range], limit: int, *, more_gaps: bool
+    ) -> Reading:
+        events = await self.events(high, gaps, limit)
+        last_id, wakeup, *cursor = await self._db.fetchrow(
+            "SELECT coalesce(pg_sequence_last_value($1::oid::regclass), 0),"
+            " pg_sequence_last_value('wakeup'::regclass), writer, version FROM cursor",
+            self._sequence_oid,
+        )
+        fresh = [e.id for e in events if e.id > high]
+        missing = gaps or more_gaps or (fresh and fresh[-1] - high > len(fresh))
+        waiting = 0
+        if events and last_id - reading.IN_FLIGHT_MIN >= events[-1].id:
+            waiting = await self._db.fetchval(reading.WAITING)
+        holders = await self.look() if missing else None
+        return Reading(events, last_id, wakeup, waiting, holders, *cursor)
+
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
+        """The events alone."""
+        rows = await self._db.fetch(
+            reading.READ_EVENTS, high, [lo for lo, _ in gaps], [hi for _, hi in gaps], limit
+        )
+        return [Sighting(*row) for row in rows]
+
+    async def look(self) -> Holders:
+        """The holders after the read."""
+        return await CursorStore.holders(self)
+
+
+class Hooked(Slow):
+    """Something happens between two of its statements.
+
+    A hook runs once, right before the named statement; `look` is what follows
+    the read of the events.
     """
 
     def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)  # type: ignore[call-arg]
+        super().__init__(connection)
         self._hooks: defaultdict[str, list[Callable[[], Awaitable[object]]]] = defaultdict(list)
 
     def before(self, statement: str, action: Callable[[], Awaitable[object]]) -> None:
@@ -152,19 +191,23 @@ class Hooked:
 
     async def holders(self) -> Holders:
         await self._run_hooks("holders")
-        return await super().holders()  # type: ignore[misc, no-any-return]
+        return await super().holders()
 
-    async def read(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
         await self._run_hooks("read")
-        return await super().read(high, gaps, limit)  # type: ignore[misc, no-any-return]
+        return await super().events(high, gaps, limit)
 
-    async def look(self) -> Look:
+    async def look(self) -> Holders:
         await self._run_hooks("look")
-        return await super().look()  # type: ignore[misc, no-any-return]
+        return await super().look()
+
+    async def write(self, *batch: Any, **options: Any) -> Any:
+        await self._run_hooks("write")
+        return await super().write(*batch, **options)
 
 
-class Dawdling:
-    """Mixed into a store: its statements come late, as over a slow network.
+class Dawdling(Slow):
+    """Its statements come late, as over a slow network.
 
     The pauses are part of the workload: they widen the windows in which a
     producer can come between two statements.
@@ -180,15 +223,32 @@ class Dawdling:
 
     async def holders(self) -> Holders:
         await self._dawdle("holders")
-        return await super().holders()  # type: ignore[misc, no-any-return]
+        return await super().holders()
 
-    async def read(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
         await self._dawdle("read")
-        return await super().read(high, gaps, limit)  # type: ignore[misc, no-any-return]
+        return await super().events(high, gaps, limit)
 
-    async def look(self) -> Look:
+    async def look(self) -> Holders:
         await self._dawdle("look")
-        return await super().look()  # type: ignore[misc, no-any-return]
+        return await super().look()
+
+    async def write(self, *batch: Any, **options: Any) -> Any:
+        await self._dawdle("write")
+        return await super().write(*batch, **options)
+
+
+class Unhurried(CursorStore):
+    """Its batches are written late; they are read as in the product."""
+
+    rng: random.Random
+    chances: Mapping[str, float]
+    longest_s: float
+
+    async def write(self, *batch: Any, **options: Any) -> Any:
+        if self.rng.random() < self.chances.get("write", 0):
+            await asyncio.sleep(self.rng.random() * self.longest_s)
+        return await super().write(*batch, **options)
 
 
 class Replica:
@@ -201,6 +261,8 @@ class Replica:
     restart_chance = 0.01
     forget_chance = 0.01
     lose_chance = 0.005
+    take_chance = 0.02
+    """Of taking the lead from another replica, with each turn that it might take."""
 
     def __init__(
         self,
@@ -224,9 +286,10 @@ class Replica:
         self._survives = LOST
         if variant.store.ISOLATION != "read_committed":
             self._survives += (asyncpg.PostgresError,)
-        self._mixin = type(
-            "Slow", (Dawdling,), {"rng": rng, "chances": dawdle, "longest_s": dawdle_s}
-        )
+        values = {"rng": rng, "chances": dawdle, "longest_s": dawdle_s}
+        self._mixins = [
+            type(f"My{each.__name__}", (each,), values) for each in (Dawdling, Unhurried)
+        ]
         self._connection: Connection | None = None
         self._sequencer: Sequencer | None = None
         self.old_gaps = 0
@@ -249,8 +312,10 @@ class Replica:
         if self._sequencer is None or self._rng.random() < self.restart_chance:
             self.close()
             self._sequencer = await self._begin_life()
+        if not self._sequencer.cursor.leads and self._rng.random() >= self.take_chance:
+            return Turn.IDLE
         if self._rng.random() < self.forget_chance:
-            self._sequencer.forget()
+            self._sequencer.cursor.forget()
         if self._rng.random() < self.lose_chance:
             # Cut the line wherever the turn then is, also in its COMMIT.
             assert self._connection is not None
@@ -268,7 +333,9 @@ class Replica:
         }
         hasty = self._rng.random() < self._hasty_share
         sequencer, store = (self._hasty if hasty else self._variant).build(
-            self._connection, settings(self._database, **limits), store_mixin=self._mixin
+            self._connection,
+            settings(self._database, **limits),
+            store_mixin=self._rng.choice(self._mixins),
         )
         self._count_old_gaps(store)
         await store.check()
@@ -277,11 +344,11 @@ class Replica:
     def _count_old_gaps(self, store: CursorStore) -> None:
         write = store.write
 
-        async def counted(batch: int, step: Step, *rest: Any) -> None:
+        async def counted(batch: int, step: Step, *rest: Any, **options: Any) -> Any:
             self.old_gaps += len(step.old_opened)
-            await write(batch, step, *rest)
+            return await write(batch, step, *rest, **options)
 
-        store.write = counted  # type: ignore[method-assign, assignment]
+        store.write = counted  # type: ignore[method-assign]
 
     def close(self) -> None:
         """End this life, as a crash would."""

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox.relay.bell import Bell
 from outbox.relay.listener import Listener
-from tests.support.sequencers import REAL, Variant, session, settings
+from tests.support.sequencers import REAL, Slow, Variant, session, settings
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from asyncpg import Connection
 
     from outbox.core.gaps import Range
     from outbox.core.sequencing import Sighting
-    from outbox.relay.sequencer import Sequenced, Sequencer
-    from outbox.store.cursor import CursorStore, Lock, Look
+    from outbox.relay.cursor import Sequenced
+    from outbox.relay.sequencer import Sequencer
+    from outbox.store.cursor import CursorStore, Lock, Standing
+    from outbox.store.reading import Reading
     from tests.support.postgres import Database
 
 SOON_S = 5.0
@@ -32,14 +34,16 @@ POLL_S = 60.0
 POINTS = ("before the flag", "before the look", "before the read", "after the read", "asleep")
 
 
-class Drowsy:
-    """Mixed into a store: actions at points of the next fall into sleep."""
+class Drowsy(Slow):
+    """Acts at points of the next fall into sleep."""
 
     def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)  # type: ignore[call-arg]
+        super().__init__(connection)
         self.actions: dict[str, Callable[[], Awaitable[object]]] = {}
         self.flags: Counter[str] = Counter()
         self.refusals = 0
+        self.reads = 0
+        self.looks = 0
         self._falling = False
 
     def in_next_batch(self, point: str, action: Callable[[], Awaitable[object]]) -> None:
@@ -52,32 +56,43 @@ class Drowsy:
             await action()
 
     async def lock(self) -> Lock | None:
-        lock: Lock | None = await super().lock()  # type: ignore[misc]
+        lock = await super().lock()
         self.refusals += lock is None
         return lock
+
+    async def standing(self, me: int) -> Standing:
+        standing = await super().standing(me)
+        self.looks += 1
+        return standing
 
     async def set_asleep(self, for_s: int) -> int:
         self.flags["asleep"] += 1
         self._falling = bool(self.actions)
         await self._reach("before the flag")
-        until_s: int = await super().set_asleep(for_s)  # type: ignore[misc]
+        until_s = await super().set_asleep(for_s)
         await self._reach("before the look")
         return until_s
 
     async def set_wakeup(self, value: int) -> None:
         self.flags["set"] += 1
-        await super().set_wakeup(value)  # type: ignore[misc]
+        await super().set_wakeup(value)
 
-    async def read(self, high: int, gaps: list[Range], limit: int) -> list[Sighting]:
+    async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
         await self._reach("before the read")
-        sightings: list[Sighting] = await super().read(high, gaps, limit)  # type: ignore[misc]
+        events = await super().events(high, gaps, limit)
         await self._reach("after the read")
-        return sightings
+        return events
 
-    async def look(self) -> Look:
-        look: Look = await super().look()  # type: ignore[misc]
+    async def read(self, *cursor: Any, **options: Any) -> Reading:
+        reading = await super().read(*cursor, **options)
+        self.reads += 1
         self._falling = False
-        return look
+        return reading
+
+    async def write(self, *batch: Any, awake: bool, **options: Any) -> Any:
+        if awake:
+            self.flags["set"] += 1
+        return await super().write(*batch, awake=awake, **options)
 
 
 class Sleeper:
@@ -120,7 +135,7 @@ async def sleeper(
     *,
     notified: bool = True,
     poll_s: float = POLL_S,
-    busy_events: int = 1,
+    thick_events: int = 1,
 ) -> AsyncIterator[Sleeper]:
     """A running sequencer with a listener; a failure of either ends the block."""
     bell = Bell()
@@ -133,7 +148,7 @@ async def sleeper(
         store_mixin=Drowsy,
         on_batch=lambda sequenced: this[0].heard(sequenced),
         notified=notified,
-        busy_events=busy_events,
+        thick_events=thick_events,
     )
     store.database = database
     this.append(Sleeper(sequencer, store, bell))

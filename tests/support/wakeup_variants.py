@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from outbox.relay.sequencer import Sequencer, Turn
-from outbox.store.cursor import CursorStore, Look
-from tests.support.sequencers import Variant, session
+from outbox.relay.sequencer import Sequencer
+from outbox.store.reading import AWAKE
+from tests.support.sequencers import Slow, Variant, session
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
+    from outbox.relay.cursor import Turn
+    from outbox.store.reading import Reading
     from tests.support.postgres import Database
 
 # The flag as an ordinary row, read by the trigger in the producer's snapshot.
@@ -32,7 +34,7 @@ CREATE TRIGGER ring_the_relay AFTER INSERT ON relay.outbox
 """
 
 
-class RowStore(CursorStore):
+class RowStore(Slow):
     """Keeps the flag in a row."""
 
     database: Database
@@ -44,9 +46,14 @@ class RowStore(CursorStore):
             self._flag = await session(self.database)
         await self._flag.execute("UPDATE flag SET until = $1", value)
 
-    async def look(self) -> Look:
-        look = await super().look()
-        return replace(look, wakeup=await self._db.fetchval("SELECT until FROM flag"))
+    async def read(self, *cursor: Any, **options: Any) -> Reading:
+        reading = await super().read(*cursor, **options)
+        return replace(reading, wakeup=await self._db.fetchval("SELECT until FROM flag"))
+
+    async def write(self, *batch: Any, awake: bool, **options: Any) -> Any:
+        if awake:
+            await self.set_wakeup(AWAKE)
+        return await super().write(*batch, awake=False, **options)
 
 
 class BlindSequencer(Sequencer):
@@ -54,11 +61,11 @@ class BlindSequencer(Sequencer):
 
     async def _fall_asleep(self) -> Turn:
         turn = await super()._fall_asleep()
-        self._watched = frozenset()
+        self.cursor.watched = frozenset()
         return turn
 
 
-class LateStore(CursorStore):
+class LateStore(Slow):
     """Sets the flag after the last read."""
 
     _late_s: int | None = None
@@ -67,12 +74,12 @@ class LateStore(CursorStore):
         self._late_s = for_s
         return 0
 
-    async def look(self) -> Look:
-        look = await super().look()
+    async def read(self, *cursor: Any, **options: Any) -> Reading:
+        reading = await super().read(*cursor, **options)
         if self._late_s is not None:
             await super().set_asleep(self._late_s)
             self._late_s = None
-        return look
+        return reading
 
 
 FLAG_IS_A_ROW = Variant(store=RowStore, prepare=FLAG_ROW)

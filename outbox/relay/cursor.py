@@ -1,0 +1,383 @@
+"""The cursor of one replica: reads committed events and writes them as a batch.
+
+Who wrote last is named on the cursor row, and is said to *lead*.  The leader
+holds no lock while it reads and thinks: it reads in one statement, and writes
+in another that takes the cursor row and does nothing unless its name and the
+version of who gets what still stand there.  Everything that a batch was worked
+out from can only be changed by somebody who changes one of the two, so this is
+as good as holding the row all the while, in two trips instead of seven.
+
+Whatever needs more than that one statement is done in a transaction that holds
+the row: taking the lead, falling asleep, replays, old gaps, a filter that fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import structlog
+
+from outbox.core.gaps import CursorState, GapTracker, Holders, Step
+from outbox.core.sequencing import Deliveries, Router, number
+from outbox.errors import CursorBroken
+from outbox.store.reading import AWAKE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from outbox.config import Settings
+    from outbox.core.request import Delivery
+    from outbox.core.sequencing import Helping, Refused, Sighting
+    from outbox.store.cursor import CursorStore, Lock
+    from outbox.store.lanes import LoadedLane
+    from outbox.store.reading import Reading
+
+log = structlog.get_logger("outbox.sequencer")
+
+REPLAYS_MAX = 500
+GIVEN_MAX = 64
+"""Deliveries of one batch whose events come back with it; more are left to be read,
+in helpings that mind their size."""
+
+
+class Turn(Enum):
+    """What became of one attempt to sequence."""
+
+    MOVED = auto()
+    IDLE = auto()
+    TAKEN = auto()
+    """Somebody holds the cursor row."""
+    OVERTAKEN = auto()
+    """Nothing was written: somebody else leads now, or changes who gets what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequenced:
+    """One committed batch: which lanes got what."""
+
+    batch: int
+    events: int
+    deliveries: Deliveries
+    given: Mapping[int, Sequence[Delivery]] = field(default_factory=dict)
+    """By lane, what need not be read any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A batch that was worked out and is not written yet."""
+
+    step: Step
+    events: int
+    deliveries: Deliveries
+    helpings: list[Helping]
+    failed: Mapping[str, str]
+    awake: bool
+    """Whether producers need not notify any more."""
+
+    @property
+    def moved(self) -> bool:
+        return self.step.moved or bool(self.helpings)
+
+    @property
+    def plain(self) -> bool:
+        """One statement writes all of it."""
+        return not (self.step.old_opened or self.step.old_closed or self.helpings or self.failed)
+
+
+def wants_nothing(_: Collection[int]) -> Mapping[int, LoadedLane]:
+    return {}
+
+
+class Cursor:
+    """The cursor on one connection.
+
+    Args:
+        on_batch: called after each committed batch.
+        stays_awake: asked with every batch whether producers should stop to
+            notify; it hears the batch's number of events, and how many producers
+            wait for each other.
+        wants: those of some lanes that have nothing left to read but what they are
+            given now.
+    """
+
+    tracker_type: type[GapTracker] = GapTracker
+
+    def __init__(
+        self,
+        store: CursorStore,
+        replica_id: int,
+        settings: Settings,
+        on_batch: Callable[[Sequenced], None],
+        stays_awake: Callable[[int, int], bool],
+        wants: Callable[[Collection[int]], Mapping[int, LoadedLane]] = wants_nothing,
+    ) -> None:
+        self._store = store
+        self._me = replica_id
+        self._settings = settings
+        self._on_batch = on_batch
+        self._stays_awake = stays_awake
+        self._wants = wants
+        self._tracker = self.tracker_type()
+        # All of this is a copy of the tables, good while nobody else wrote.
+        self._state: CursorState | None = None
+        self._counters: dict[int, int] = {}
+        self._router: Router | None = None
+        self._version = 0
+        self._replays_left = False
+        # Who held the sequence's lock when the last read was done; None: not known.
+        self._holders: Holders | None = None
+        # Filters that failed, and are not asked again until something changes.
+        self._unfit: set[str] = set()
+        self.leads = False
+        """Whether this replica was the leader when it last looked."""
+        self.awake = True
+        """What the flag says to the producers, when this replica last looked."""
+        self.watched: Holders = frozenset()
+        """Who was in flight when the flag was last set to "asleep"."""
+        self.more = False
+        """Whether the last turn left something to sequence."""
+
+    def forget(self) -> None:
+        """Drop everything that is only a copy of the tables."""
+        self._tracker.forget()
+        self._state = None
+        self._counters.clear()
+        self._holders = None
+        self._version = 0
+        self._router = None
+        self.leads = False
+
+    async def turn(self, *, asleep_s: int | None = None) -> Turn:
+        """Sequence one batch if there is something; takes the lead if it has to.
+
+        Args:
+            asleep_s: first say "may be asleep" for so many seconds; not done
+                by who does not lead any more.
+
+        Raises:
+            CursorBroken: the sequence cannot be trusted; nothing was written.
+        """
+        try:
+            if self.leads and asleep_s is None and not self._replays_left:
+                turn = await self._quickly()
+                if turn is not None:
+                    return turn
+            return await self._holding(asleep_s)
+        except BaseException:
+            # Whether it was committed is not known: only the tables tell.
+            self.forget()
+            raise
+
+    async def leave(self) -> None:
+        """Let another replica lead at once, and spare the producers notifications to nobody."""
+        async with self._store.transaction():
+            lock = await self._store.lock()
+            if lock is not None and lock.writer == self._me:
+                await self._store.set_wakeup(AWAKE)
+                await self._store.sign(None)
+        self.forget()
+
+    # ------------------------------------------------------------ two ways
+
+    async def _quickly(self) -> Turn | None:
+        """A turn of the leader, without the lock; None: this takes the lock."""
+        state, router = self._state, self._router
+        assert state is not None
+        assert router is not None
+        draft = await self._draft(state, router, watch=False, replays=False)
+        if draft is None:
+            self.leads = False
+            return Turn.OVERTAKEN
+        if not draft.moved:
+            self._tracker.committed(draft.step)
+            return Turn.IDLE
+        if not draft.plain:
+            return None
+        given = await self._write(state, draft)
+        if given is None:
+            self.leads = False
+            return Turn.OVERTAKEN
+        self._done(state, draft, given)
+        return Turn.MOVED
+
+    async def _holding(self, asleep_s: int | None) -> Turn:
+        """A turn that holds the cursor row all the while."""
+        transaction = self._store.transaction()
+        await transaction.start()
+        try:
+            lock = await self._store.lock()
+            if lock is None:
+                await transaction.rollback()
+                return Turn.TAKEN
+            if lock.writer != self._me:
+                if asleep_s is not None:
+                    self.forget()
+                    await transaction.rollback()
+                    return Turn.OVERTAKEN
+                await self._store.sign(self._me)
+            elif asleep_s is not None:
+                await self._store.set_asleep(asleep_s)
+            state, router, changed = await self._recall(lock)
+            draft = await self._draft(
+                state,
+                router,
+                watch=asleep_s is not None,
+                replays=changed or self._replays_left,
+            )
+            assert draft is not None, "the row is held"
+            given: dict[int, list[Delivery]] | None = None
+            if draft.moved:
+                given = await self._write(state, draft)
+                assert given is not None, "the row is held"
+                await self._write_rest(state, draft)
+            if draft.moved or lock.writer != self._me:
+                await transaction.commit()
+            else:
+                # Unlike a commit, a rollback does not wait for the disk.
+                await transaction.rollback()
+        except CursorBroken:
+            await transaction.rollback()
+            raise
+        self.leads = True
+        if given is None:
+            self._tracker.committed(draft.step)
+            return Turn.IDLE
+        self._done(state, draft, given)
+        return Turn.MOVED
+
+    async def _recall(self, lock: Lock) -> tuple[CursorState, Router, bool]:
+        """State and routes, from the tables if need be; and whether something changed."""
+        if lock.writer != self._me:
+            self._tracker.forget()
+            self._holders = None
+            self._state = None
+        if self._state is None:
+            self._counters.clear()
+            self._state = await self._store.state()
+        changed = self._router is None or lock.version != self._version
+        if self._router is None or changed:
+            self._version = lock.version
+            self._router = Router(await self._store.routing.routes())
+            self._unfit.clear()
+        return self._state, self._router, changed
+
+    # ------------------------------------------------------------ one batch
+
+    async def _draft(
+        self, state: CursorState, router: Router, *, watch: bool, replays: bool
+    ) -> _Draft | None:
+        """Read, and decide; None: this replica is not the leader, or knows not who gets what."""
+        clock = asyncio.get_running_loop().time
+        store, tracker = self._store, self._tracker
+        before: Holders = frozenset()
+        if watch:
+            before = self.watched = await store.holders()
+        elif state.young or state.old:
+            # Whom the last read saw will do: a gap is given up one turn later.
+            before = await store.holders() if self._holders is None else self._holders
+        tracker.begin(state, before, clock())
+        while True:
+            limit = self._settings.batch_events_max
+            reading = await store.read(
+                state.high, tracker.ranges(), limit, more_gaps=tracker.left_out
+            )
+            if (reading.leader, reading.version) != (self._me, self._version):
+                return None
+            _plausible(state, reading)
+            self._holders = reading.holders
+            if not tracker.left_out or tracker.complete(await store.running()):
+                break
+        events = reading.events
+        fits = router.cut(events, self._settings.batch_deliveries_max)
+        cut = len(events) == limit or fits < len(events)
+        events = events[:fits]
+        after = reading.holders or frozenset()
+        step = tracker.close([e.id for e in events], cut, after, clock())
+        self.awake = reading.wakeup == AWAKE
+        helpings = await store.routing.replays(REPLAYS_MAX) if replays else []
+        taken = [replay for helping in helpings for replay in helping.replays]
+        missing = sum(helping.missing for helping in helpings)
+        if replays:
+            self._replays_left = len(taken) + missing == REPLAYS_MAX
+        self.more = cut or self._replays_left
+        if missing:
+            log.error("numbers to be sent again are not there; run outbox verify", numbers=missing)
+        refused, failed = await self._ask_filters(router, events)
+        lanes = router.lanes_of(events, refused) | {r.lane_id for r in taken}
+        unknown = lanes - self._counters.keys()
+        if unknown:
+            self._counters |= await store.counters(unknown)
+        deliveries = number(router, events, taken, self._counters, refused)
+        awake = bool(events) and self._stays_awake(len(events), reading.waiting)
+        return _Draft(step, len(events), deliveries, helpings, failed, awake)
+
+    async def _ask_filters(
+        self, router: Router, events: Sequence[Sighting]
+    ) -> tuple[Refused, Mapping[str, str]]:
+        """By filter, the events that do not meet it; and those that fail, with the reason."""
+        questions = router.questions(events)
+        for unfit in self._unfit & questions.keys():
+            del questions[unfit]
+        if not questions:
+            return {}, {}
+        async with self._store.transaction():
+            return await self._store.filters.refused(questions)
+
+    async def _write(self, state: CursorState, draft: _Draft) -> dict[int, list[Delivery]] | None:
+        """The statement that writes the batch; None if it did nothing."""
+        few = len(draft.deliveries) <= GIVEN_MAX and not draft.helpings
+        return await self._store.write(
+            state.batch + 1,
+            draft.step,
+            draft.events,
+            draft.deliveries,
+            self._me,
+            self._version,
+            awake=draft.awake and not self.awake,
+            wanted=self._wants(draft.deliveries.counters) if few else {},
+        )
+
+    async def _write_rest(self, state: CursorState, draft: _Draft) -> None:
+        """What does not fit into that statement; in its transaction."""
+        if draft.step.old_opened or draft.step.old_closed:
+            await self._store.write_old_gaps(draft.step)
+        if draft.helpings:
+            await self._store.routing.advance(draft.helpings)
+        if draft.failed:
+            self._unfit |= draft.failed.keys()
+            actor = f"replica {self._me}"
+            await self._store.filters.tell(draft.failed, state.batch + 1, actor)
+            for text, why in draft.failed.items():
+                log.error("a filter counts as met from now on", filter=text, reason=why)
+
+    def _done(
+        self, state: CursorState, draft: _Draft, given: Mapping[int, Sequence[Delivery]]
+    ) -> None:
+        """The batch is durable: what it knows may be remembered and told."""
+        step = draft.step
+        self._tracker.committed(step)
+        old = state.old
+        if step.old_opened or step.old_closed:
+            old = tuple({*old, *step.old_opened} - {*step.old_closed})
+        batch = state.batch + 1
+        self._state = CursorState(batch, step.high, step.young, old)
+        self._counters |= draft.deliveries.counters
+        self.awake = self.awake or draft.awake
+        self._on_batch(Sequenced(batch, draft.events, draft.deliveries, given))
+
+
+def _plausible(state: CursorState, reading: Reading) -> None:
+    if reading.last_id < state.high:
+        raise CursorBroken(
+            f"the sequence of outbox.id went back to {reading.last_id}, below {state.high}, "
+            "which was already read; set it to a higher value with setval"
+        )
+    if reading.events and reading.events[-1].id > reading.last_id:
+        raise CursorBroken(
+            f"outbox holds id {reading.events[-1].id}, above its sequence's last value "
+            f"{reading.last_id}: it was written with an explicit id (COPY?); remove the row "
+            "or set the sequence to a higher value with setval"
+        )
