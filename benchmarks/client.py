@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
 from datetime import UTC, datetime
 from uuid import uuid4
@@ -78,6 +79,8 @@ class Client:
 
         await asyncio.gather(*(one() for _ in range(4)))  # Connections, and warm code.
         took_s.clear()
+        say({"ready": True})
+        await asyncio.to_thread(sys.stdin.readline)
         started = clock()
         async with asyncio.TaskGroup() as tasks:
             for n in range(requests):

@@ -2,10 +2,11 @@
 
 All times are read from one clock, which the machine's processes share.  An
 event's latency runs from the moment its producer sends COMMIT to the moment
-the receiver has the whole request.  The parts, at the same rate in the same
-rounds: a commit; a notification from the moment its transaction sends COMMIT to
-the listener's callback; and a bare POST with its answer.  The first tenth of
-each does not count: everything is done for the first time then.
+the receiver has the whole request.  The parts: a commit; a notification from the
+moment its transaction sends COMMIT to the listener's callback; and a bare POST
+with its answer.  The latter two are measured at the same rate, and at once,
+because whoever delivers events has both going on at once, too.  The first tenth
+of each does not count: everything is done for the first time then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from benchmarks.figures import Rounds, Row, Target, percentile
 from benchmarks.stage import add_endpoint, child, search
 
 if TYPE_CHECKING:
-    from benchmarks.stage import Stage
+    from benchmarks.stage import Child, Stage
     from tests.support.postgres import Database
 
 PER_S = (100, 1000)
@@ -43,8 +44,7 @@ async def run(stage: Stage, rounds: int, rates: tuple[int, ...], seconds: float)
         ours, parts = Rounds(), Rounds()
         for number in range(rounds):
             latency_ms, commit_ms = await relay(stage, per_s, seconds)
-            notify_ms = await notifications(stage, per_s, seconds)
-            post_ms = await posts(stage, per_s, seconds)
+            notify_ms, post_ms = await notifications_and_posts(stage, per_s, seconds)
             for name, (share, _) in SHARES.items():
                 each = [percentile(part, share) for part in (commit_ms, notify_ms, post_ms)]
                 ours.add(name, percentile(latency_ms, share))
@@ -84,8 +84,10 @@ async def relay(stage: Stage, per_s: int, seconds: float) -> tuple[list[float], 
     return latency_ms, [made["took_ns"][n] / NS_PER_MS for n in _warm(events)]
 
 
-async def notifications(stage: Stage, per_s: int, seconds: float) -> list[float]:
-    """Milliseconds from COMMIT to the listener's callback."""
+async def notifications_and_posts(
+    stage: Stage, per_s: int, seconds: float
+) -> tuple[list[float], list[float]]:
+    """Milliseconds from COMMIT to the listener's callback, and of a bare POST with its answer."""
     events = int(per_s * seconds)
     heard: dict[str, int] = {}
     everything = asyncio.Event()
@@ -95,23 +97,21 @@ async def notifications(stage: Stage, per_s: int, seconds: float) -> list[float]
         if len(heard) == events:
             everything.set()
 
-    async with stage.server.database() as database, database.connection() as listener:
+    stage.expect(0)
+    words = ("--requests", events, "--per-s", per_s)
+    async with (
+        stage.server.database() as database,
+        database.connection() as listener,
+        child("client", stage.urls["http"], *words) as client,
+    ):
         await listener.execute(MAKE_ACCOUNTS)
         await listener.add_listener("bench", hear)
-        made = await _produce(database, "notify", per_s, events)
+        await client.answer()
+        made = await _produce(database, "notify", per_s, events, beside=client)
         await everything.wait()
-    return [(heard[n] - made["sent_at"][n]) / NS_PER_MS for n in _warm(events)]
-
-
-async def posts(stage: Stage, per_s: int, seconds: float) -> list[float]:
-    """Milliseconds that a bare POST takes, answer and all."""
-    requests = int(per_s * seconds)
-    stage.expect(0)
-    async with child(
-        "client", stage.urls["http"], "--requests", requests, "--per-s", per_s
-    ) as client:
         took_s: list[float] = (await client.answer())["took_s"]
-        return [s * 1000 for s in took_s[int(requests * WARM_UP) :]]
+    notify_ms = [(heard[n] - made["sent_at"][n]) / NS_PER_MS for n in _warm(events)]
+    return notify_ms, [s * 1000 for s in took_s[int(events * WARM_UP) :]]
 
 
 def _warm(events: int) -> list[str]:
@@ -119,7 +119,10 @@ def _warm(events: int) -> list[str]:
     return [str(n) for n in range(int(events * WARM_UP), events)]
 
 
-async def _produce(database: Database, what: str, per_s: int, events: int) -> dict[str, Any]:
+async def _produce(
+    database: Database, what: str, per_s: int, events: int, beside: Child | None = None
+) -> dict[str, Any]:
+    """Write events; `beside` begins in the same moment."""
     async with child(
         "producer",
         database.dsn,
@@ -128,5 +131,7 @@ async def _produce(database: Database, what: str, per_s: int, events: int) -> di
     ) as producer:
         await producer.answer()
         producer.tell(begin=True)
+        if beside is not None:
+            beside.tell(begin=True)
         made: dict[str, Any] = await producer.answer()
         return made

@@ -35,7 +35,8 @@ TITLES = {
     "latency": (
         "Commit to receiver",
         "Milliseconds from sending COMMIT to the request's arrival, 8 lanes, beside the sum of a "
-        "commit, a notification (COMMIT to callback) and a bare POST at the same rate.",
+        "commit, a notification (COMMIT to callback) and a bare POST; the latter two at once, at "
+        "the same rate.",
     ),
     "memory": (
         "Memory",
