@@ -172,9 +172,7 @@ class Lane:
     def runs_dry(self) -> bool:
         """Hardly anything is left of what it had in hand, and there is no more to read."""
         return (
-            not self._stopped
-            and len(self._queue) <= FETCH_LOW
-            and (self._fetched >= self._last_seq)
+            not self._stopped and len(self._queue) <= FETCH_LOW and self._fetched >= self._last_seq
         )
 
     @property

@@ -14,7 +14,7 @@ the row: taking the lead, falling asleep, replays, old gaps, a filter that fails
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
@@ -61,7 +61,7 @@ class Sequenced:
     batch: int
     events: int
     deliveries: Deliveries
-    given: Mapping[int, Sequence[Delivery]] = field(default_factory=dict)
+    given: Mapping[int, Sequence[Delivery]]
     """By lane, what need not be read any more."""
 
 
@@ -88,6 +88,7 @@ class _Draft:
 
 
 def wants_nothing(_: Collection[int]) -> Mapping[int, LoadedLane]:
+    """Everything is left to be read."""
     return {}
 
 
@@ -257,8 +258,9 @@ class Cursor:
         if self._state is None:
             self._counters.clear()
             self._state = await self._store.state()
-        changed = self._router is None or lock.version != self._version
-        if self._router is None or changed:
+        changed = False
+        if self._router is None or lock.version != self._version:
+            changed = True
             self._version = lock.version
             self._router = Router(await self._store.routing.routes())
             self._unfit.clear()

@@ -118,9 +118,7 @@ class Sequencer:
                     await self._stand_by()
                     continue
                 turn = await self.turn()
-                if turn is Turn.IDLE and not (
-                    self._asleep_until or self._thick() or self._crowded() or not self._notified
-                ):
+                if turn is Turn.IDLE and not (self._asleep_until or self._looks_by_itself()):
                     turn = await self._fall_asleep()
             except CursorBroken as broken:
                 checked = False
@@ -180,6 +178,10 @@ class Sequencer:
         """Whether producers would hold up each other if they had to notify."""
         return asyncio.get_running_loop().time() < self._crowd_until
 
+    def _looks_by_itself(self) -> bool:
+        """Whether producers are not asked to notify."""
+        return self._thick() or self._crowded() or not self._notified
+
     def _stays_awake(self, events: int, waiting: int) -> bool:
         """Whether producers should stop to notify.
 
@@ -191,7 +193,7 @@ class Sequencer:
         self._sequenced_at.extend([now] * min(events, self.thick_events))
         if waiting >= WAITING_MAX:
             self._crowd_until = now + CROWD_S
-        return self._thick() or self._crowded() or not self._notified
+        return self._looks_by_itself()
 
     async def _fall_asleep(self) -> Turn:
         """Set the flag, look at who is in flight, read once more."""

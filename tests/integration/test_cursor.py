@@ -79,6 +79,8 @@ FEW = Workload(
 CUT = Workload({"spread": 1, "time_out": 6}, producers=3, replicas=1, events_max=(2,))
 # Transactions that wait for each other's row, and for longer than a gap is young.
 COUNTED = Workload({"counted": 6, "counted_slowly": 4, "exception": 1})
+# What one replica has read, another writes in the meantime.
+RIVALS = Workload({"autocommit": 1}, replicas=3, dawdle={"write": 0.5}, dawdle_s=0.05)
 LEFT_OUT = Workload(
     {"counted": 5, "counted_slowly": 5},
     replicas=1,
@@ -98,6 +100,7 @@ LEFT_OUT = Workload(
         pytest.param(variants.HORIZON, COUNTED, "inverted", id="xid8 horizon"),
         pytest.param(variants.FULL_BATCH, CUT, "lost", id="a full batch decides about every gap"),
         pytest.param(variants.REPEATABLE_READ, FEW, "lost", id="repeatable read"),
+        pytest.param(variants.UNFENCED, RIVALS, "duplicated", id="written by who leads no more"),
         pytest.param(variants.NO_RECHECK, LEFT_OUT, "inverted", id="old gaps left out unchecked"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,10 +19,12 @@ from tests.support.sleeper import Sleeper, sleeper
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Collection
 
     from asyncpg import Connection
 
+    from outbox.core.request import Delivery
+    from outbox.relay.cursor import Sequenced
     from outbox.relay.sequencer import Sequencer
     from tests.support.postgres import Database
 
@@ -224,76 +227,80 @@ async def test_a_held_cursor_row_stops_a_leaders_batch_and_loses_nothing(
 # ------------------------------------------------------------ what lanes are given
 
 
-async def test_lanes_that_want_their_events_get_them_with_the_batch(database: Database) -> None:
-    producer, connection = await database.connect(), await session(database)
-    lane_id = await connection.fetchval("SELECT id FROM lane")
-    asked: list[set[int]] = []
-    given: list[Any] = []
-    made, store = REAL.build(connection, settings(database), on_batch=given.append)
-    await store.check()
+class Giving:
+    """A sequencer in a database with one lane, which wants what it is given."""
 
-    class Wanted:
-        id, endpoint_id, name = lane_id, None, "lane"
+    def __init__(self) -> None:
+        self.asked: list[set[int]] = []
+        self.batches: list[Sequenced] = []
 
-    def wants(lane_ids: Any) -> dict[int, Any]:
-        asked.append(set(lane_ids))
-        return {lane_id: Wanted}
+    async def begin(self, database: Database) -> None:
+        connection = await session(database)
+        self.lane_id = await connection.fetchval("SELECT id FROM lane")
+        self.sequencer, store = REAL.build(
+            connection, settings(database), on_batch=self.batches.append
+        )
+        self.sequencer.cursor._wants = self._wants
+        await store.check()
 
-    made.cursor._wants = wants
+    def _wants(self, lane_ids: Collection[int]) -> dict[int, Any]:
+        self.asked.append(set(lane_ids))
+        return {self.lane_id: SimpleNamespace(endpoint_id=None, name="lane")}
+
+    async def turn(self) -> list[Delivery]:
+        """What the lane was given by the next batch."""
+        assert await self.sequencer.turn() is Turn.MOVED
+        return list(self.batches[-1].given.get(self.lane_id, ()))
+
+
+@pytest.fixture
+async def giving(database: Database) -> Giving:
+    giving = Giving()
+    await giving.begin(database)
+    return giving
+
+
+async def test_lanes_that_want_their_events_get_them_with_the_batch(
+    database: Database, giving: Giving
+) -> None:
+    producer = await database.connect()
     for key in ("one", "two"):
         await producer.execute(
             "INSERT INTO relay.outbox (type, key, payload, expires_at)"
             " VALUES ('app.any', $1, '{\"a\": 1}', 'infinity')",
             key,
         )
-    assert await made.turn() is Turn.MOVED
-    assert asked == [{lane_id}]
-    ((batch),) = given
-    got = batch.given[lane_id]
+    got = await giving.turn()
+    assert giving.asked == [{giving.lane_id}]
     assert [(each.seq, each.batch, each.key) for each in got] == [(1, 1, "one"), (2, 1, "two")]
     assert {(each.lane, each.type, each.payload) for each in got} == {
         ("lane", "app.any", b'{"a": 1}')
     }
     # As the reader reads it: times that Python has no name for are near its last one.
-    assert {each.expires_at.year for each in got} == {9999}
+    assert {each.expires_at and each.expires_at.year for each in got} == {9999}
 
 
-async def test_large_events_are_left_to_be_read(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_events_are_left_to_be_read(database: Database, giving: Giving) -> None:
     """The row stays locked until all that comes back is sent, so it must fit into buffers."""
-    producer, connection = await database.connect(), await session(database)
-    lane_id = await connection.fetchval("SELECT id FROM lane")
-    given: list[Any] = []
-    made, store = REAL.build(connection, settings(database), on_batch=given.append)
-    await store.check()
-
-    class Wanted:
-        id, endpoint_id, name = lane_id, None, "lane"
-
-    made.cursor._wants = lambda _: {lane_id: Wanted}
+    producer = await database.connect()
     await producer.execute(
         "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', to_jsonb(repeat('x', n))"
         " FROM unnest(ARRAY[1000, 1000, 32000, 1]) n"
     )
-    assert await made.turn() is Turn.MOVED
-    assert [each.seq for each in given[0].given[lane_id]] == [1, 2]
+    assert [each.seq for each in await giving.turn()] == [1, 2]
 
 
 async def test_a_large_batch_is_left_to_be_read(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, giving: Giving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.cursor.GIVEN_MAX", 2)
-    producer, connection = await database.connect(), await session(database)
-    given: list[Any] = []
-    made, store = REAL.build(connection, settings(database), on_batch=given.append)
-    await store.check()
-    made.cursor._wants = lambda _: pytest.fail("nobody is asked")
+    producer = await database.connect()
     await producer.execute(
         "INSERT INTO relay.outbox (type, payload) SELECT 'app.any', '{}' FROM generate_series(1, 3)"
     )
-    assert await made.turn() is Turn.MOVED
-    assert [dict(batch.given) for batch in given] == [{}]
+    assert await giving.turn() == []
+    assert giving.asked == []
+    assert [dict(batch.given) for batch in giving.batches] == [{}]
 
 
 # ------------------------------------------------------------------ a crowd

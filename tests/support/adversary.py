@@ -37,7 +37,7 @@ class Workload:
     replicas: int = 2
     events_max: Sequence[int] = (3, 20, 200)
     dawdle: Mapping[str, float] = field(
-        default_factory=lambda: {"holders": 0.15, "read": 0.15, "look": 0.15}
+        default_factory=lambda: {"holders": 0.15, "read": 0.15, "look": 0.15, "write": 0.15}
     )
     dawdle_s: float = 0.004
     hasty_share: float = 0.5

@@ -75,10 +75,11 @@ class Variant:
         Unless told otherwise every event makes it busy, so that it falls
         asleep anew after each.
         """
-        bases = tuple(each for each in (store_mixin, self.store) if each is not None)
-        if self.store is CursorStore and store_mixin is not None:
-            bases = (store_mixin,) if issubclass(store_mixin, CursorStore) else bases
-        store_type = type(f"Watched{self.store.__name__}", bases, {})
+        store_type = (
+            type(f"Watched{self.store.__name__}", (store_mixin, self.store), {})
+            if store_mixin
+            else self.store
+        )
         # The constructors read them.
         cursor_type = type(self.cursor.__name__, (self.cursor,), {"tracker_type": self.tracker})
         settled = {"cursor_type": cursor_type, "thick_events": thick_events}
@@ -206,11 +207,11 @@ class Hooked(Slow):
         return await super().write(*batch, **options)
 
 
-class Dawdling(Slow):
+class Dawdling(CursorStore):
     """Its statements come late, as over a slow network.
 
     The pauses are part of the workload: they widen the windows in which a
-    producer can come between two statements.
+    producer, or another replica, can come between two statements.
     """
 
     rng: random.Random
@@ -225,6 +226,14 @@ class Dawdling(Slow):
         await self._dawdle("holders")
         return await super().holders()
 
+    async def write(self, *batch: Any, **options: Any) -> Any:
+        await self._dawdle("write")
+        return await super().write(*batch, **options)
+
+
+class DawdlingInReads(Dawdling, Slow):
+    """It also pauses where the product has one statement."""
+
     async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
         await self._dawdle("read")
         return await super().events(high, gaps, limit)
@@ -232,23 +241,6 @@ class Dawdling(Slow):
     async def look(self) -> Holders:
         await self._dawdle("look")
         return await super().look()
-
-    async def write(self, *batch: Any, **options: Any) -> Any:
-        await self._dawdle("write")
-        return await super().write(*batch, **options)
-
-
-class Unhurried(CursorStore):
-    """Its batches are written late; they are read as in the product."""
-
-    rng: random.Random
-    chances: Mapping[str, float]
-    longest_s: float
-
-    async def write(self, *batch: Any, **options: Any) -> Any:
-        if self.rng.random() < self.chances.get("write", 0):
-            await asyncio.sleep(self.rng.random() * self.longest_s)
-        return await super().write(*batch, **options)
 
 
 class Replica:
@@ -288,7 +280,7 @@ class Replica:
             self._survives += (asyncpg.PostgresError,)
         values = {"rng": rng, "chances": dawdle, "longest_s": dawdle_s}
         self._mixins = [
-            type(f"My{each.__name__}", (each,), values) for each in (Dawdling, Unhurried)
+            type(f"My{each.__name__}", (each,), values) for each in (Dawdling, DawdlingInReads)
         ]
         self._connection: Connection | None = None
         self._sequencer: Sequencer | None = None
