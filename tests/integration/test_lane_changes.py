@@ -66,7 +66,9 @@ async def test_every_key_keeps_its_order_over_changes_and_kills(
         await work(4)
         await work(2)
     async with running(database, network):
-        # It sequences only when it is seen that nobody else does.
+        # It sequences only once it has seen that nobody else does.
+        n += 1
+        await publish(database, n, key="a")
         await all_ended(database)
         await work(8)
         await work(3)
