@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
+
 from outbox.core.gaps import GapTracker, Holders, Step
 from outbox.core.sequencing import Sighting
 from outbox.relay.cursor import Cursor, Turn
@@ -162,7 +164,11 @@ class UnfencedStore(Slow):
         newest = await self._db.fetchrow(
             "SELECT (SELECT max(batch) + 1 FROM batch), writer, version FROM cursor"
         )
-        return await super().write(newest[0], step, events, deliveries, *newest[1:], **options)
+        try:
+            return await super().write(newest[0], step, events, deliveries, *newest[1:], **options)
+        except asyncpg.UniqueViolationError:
+            # Another one took the number meanwhile: the table's key refuses that much.
+            return None
 
 
 class FreshBeforeTracker(GapTracker):
