@@ -12,6 +12,7 @@ import click
 from outbox.cli.common import warn
 from outbox.cli.logs import configure
 from outbox.config import load
+from outbox.relay.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store import dsn
 from outbox.transport.client import AiohttpTransport
@@ -90,7 +91,7 @@ async def _run(settings: Settings) -> None:
     transport = AiohttpTransport(
         EgressPolicy(settings.allow_networks), in_flight_max=settings.in_flight_max
     )
-    relay = Relay(address, settings, transport)
+    relay = Relay(settings, transport, Connections(address, settings))
     loop = asyncio.get_running_loop()
     working = asyncio.ensure_future(relay.run())
     stopping = False

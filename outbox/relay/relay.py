@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import socket
+import time
 from typing import TYPE_CHECKING
 
 import structlog
@@ -16,10 +18,10 @@ from outbox.store.connect import TROUBLE
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from outbox.config import Settings
-    from outbox.store.dsn import Dsn
+    from outbox.relay.connections import Connections
     from outbox.transport.port import Transport
 
 log = structlog.get_logger("outbox.relay")
@@ -35,12 +37,24 @@ class Relay:
 
     Args:
         transport: used over all sessions, closed by whoever made it.
+        now: epoch seconds.
+        rng: for the jitter of retries and probes.
     """
 
-    def __init__(self, dsn: Dsn, settings: Settings, transport: Transport) -> None:
-        self._dsn = dsn
+    def __init__(
+        self,
+        settings: Settings,
+        transport: Transport,
+        connections: Connections,
+        *,
+        now: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+    ) -> None:
         self._settings = settings
         self._transport = transport
+        self._connections = connections
+        self._now = now
+        self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._stop = asyncio.Event()
 
     def stop(self) -> None:
@@ -59,12 +73,14 @@ class Relay:
         delay_s = RETRY_MIN_S
         while not self._stop.is_set():
             session = Session(
-                self._dsn,
                 self._settings,
                 self._transport,
+                self._connections,
                 name,
                 outbox.__version__,
                 predecessor=replica_id,
+                now=self._now,
+                rng=self._rng,
             )
             started_at = asyncio.get_running_loop().time()
             try:

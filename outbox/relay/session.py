@@ -8,7 +8,6 @@ half-alive replica.
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,48 +23,25 @@ from outbox.relay.ownership import Ownership, keep_lease
 from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
 from outbox.store.care import CareStore
-from outbox.store.connect import connect, learn_types
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
 from outbox.store.migrate import require_current
 from outbox.store.notify import WAKE_ALL
 from outbox.store.partitions import PartitionStore
 from outbox.store.records import RecordStore
-from outbox.store.replicas import ReplicaStore, application_name, listener_name
+from outbox.store.replicas import ReplicaStore, application_name
 
 if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.store.dsn import Dsn
+    from outbox.relay.connections import Connections
     from outbox.transport.port import Transport
 
 log = structlog.get_logger("outbox.relay")
-
-IDLE_IN_TRANSACTION_SHARE = 0.8
-"""Of the lease: a frozen replica must not sit on a row lock for longer."""
-
-SESSION_SETTINGS = {
-    # A success, a give-up or a batch that a crash of the server takes back
-    # would turn the order around.
-    "synchronous_commit": "on",
-    "default_transaction_isolation": "read committed",
-    "default_transaction_read_only": "off",
-    # The lease bounds what has to be bounded; DETACH waits as long as it takes.
-    "statement_timeout": "0",
-    "lock_timeout": "0",
-    "idle_session_timeout": "0",
-    # Everything large has its index.  A partition whose statistics are from its
-    # first rows is otherwise read from end to end, once for every lane; and a lane
-    # that owes more than most is read and sorted from end to end, in each helping.
-    "enable_seqscan": "off",
-    "enable_bitmapscan": "off",
-    # There is one good plan for each statement, whatever its arguments.  Left to
-    # itself PostgreSQL thinks otherwise of those over partitions, and plans them anew
-    # each time, which takes two thirds of a small batch.
-    "plan_cache_mode": "force_generic_plan",
-}
-"""Whatever the role's or the database's defaults are."""
 
 
 class Session:
@@ -74,20 +50,26 @@ class Session:
     Args:
         predecessor: the replica this process was before; it has ended, so its
             endpoints are free at once.
+        now: epoch seconds.
+        rng: for the jitter of retries and probes.
     """
 
     def __init__(
         self,
-        dsn: Dsn,
         settings: Settings,
         transport: Transport,
+        connections: Connections,
         name: str,
         version: str,
         predecessor: int | None,
+        now: Callable[[], float],
+        rng: random.Random,
     ) -> None:
-        self._dsn = dsn
         self._settings = settings
         self._transport = transport
+        self._connections = connections
+        self._now = now
+        self._rng = rng
         self._name = name
         self._version = version
         self.replica_id = predecessor
@@ -141,6 +123,8 @@ class Session:
                 settings.in_flight_max,
                 on_quiet=owners.ring,
                 on_health=health.ring,
+                now=self._now,
+                rng=self._rng,
             )
             ownership = Ownership(
                 replicas,
@@ -162,7 +146,7 @@ class Session:
                 wants=dispatcher.wants,
             )
             care = Caretaker(
-                CareStore(for_care, settings.schema_name, me), dispatcher, health, time.time
+                CareStore(for_care, settings.schema_name, me), dispatcher, health, self._now
             )
             async with asyncio.TaskGroup() as tasks:
                 cut = tasks.create_task(_cut_at_the_end(control, *connections))
@@ -175,7 +159,7 @@ class Session:
                 ]
                 if self._listening:
                     listener = Listener(
-                        lambda: self._open_listener(me),
+                        lambda: self._connections.listener(me),
                         settings.schema_name,
                         events,
                         owners,
@@ -210,34 +194,10 @@ class Session:
             self.replica_id = None
 
     async def _connect(self, stack: AsyncExitStack, name: str) -> Connection[Any]:
-        settings = self._settings
-        limit_ms = int(settings.lease_s * IDLE_IN_TRANSACTION_SHARE * 1000)
-        connection = await connect(
-            self._dsn,
-            schema=settings.schema_name,
-            application_name=name,
-            server_settings={
-                **SESSION_SETTINGS,
-                # Not the DSN's: a burial finds our sessions by this name.
-                "application_name": name,
-                "idle_in_transaction_session_timeout": str(limit_ms),
-            },
-            pooled=settings.pooled,
-        )
+        connection = await self._connections.worker(name)
         # Not closed politely: after a failure that could wait for ever.
         stack.callback(connection.terminate)
-        await learn_types(connection)
         return connection
-
-    async def _open_listener(self, replica_id: int) -> Connection[Any]:
-        name = listener_name(replica_id)
-        return await connect(
-            self._dsn,
-            schema=self._settings.schema_name,
-            application_name=name,
-            # Not the DSN's: `outbox doctor` looks for it by this name.
-            server_settings={"application_name": name},
-        )
 
 
 async def _cut_at_the_end(*connections: Connection[Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from outbox.config import Settings
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
+from outbox.relay.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store import doctor, dsn
 from outbox.store.doctor import Finding, Limits, Look, Severity, examine
@@ -301,7 +302,7 @@ async def test_a_relay_listens_under_its_own_name_whatever_the_dsn_says(
 ) -> None:
     joined = "&" if "?" in database.dsn else "?"
     address = dsn.parse(f"{database.dsn}{joined}application_name=mine", source="test", env={})
-    worker = Relay(address, Settings(), Network())
+    worker = Relay(Settings(), Network(), Connections(address, Settings()))
     task = asyncio.create_task(worker.run())
     try:
         await until(lambda: _listens(db), what="the listener")

@@ -18,7 +18,7 @@ import pytest
 from outbox.core.gaps import Step
 from outbox.core.sequencing import Deliveries
 from outbox.core.steps import AttemptRow, DeadLetter, Gone, Progress, Record
-from outbox.relay.session import SESSION_SETTINGS
+from outbox.relay.connections import SESSION_SETTINGS
 from outbox.store import (
     care,
     cursor,

@@ -13,6 +13,7 @@ import orjson
 from outbox.config import Settings
 from outbox.core.answer import Answer
 from outbox.core.endpoint import EndpointSettings
+from outbox.relay.connections import Connections
 from outbox.relay.relay import Relay
 from outbox.store import dsn, endpoint_changes
 from outbox.store.audit import audit
@@ -123,7 +124,9 @@ async def publish(database: Database, *payloads: Any, type: str = "a.b", **colum
 def relay(database: Database, network: Network, **settings: Any) -> Relay:
     """A relay that has not been started."""
     given: Mapping[str, Any] = {"dsn": database.dsn, "lease_s": 1.0, "drain_s": 5.0, **settings}
-    return Relay(dsn.parse(database.dsn, source="test", env={}), Settings(**given), network)
+    values = Settings(**given)
+    address = dsn.parse(database.dsn, source="test", env={})
+    return Relay(values, network, Connections(address, values))
 
 
 @asynccontextmanager

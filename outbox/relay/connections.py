@@ -1,0 +1,88 @@
+"""Connections of a relay to its database, with the settings that its work depends on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.store.connect import connect, learn_types
+from outbox.store.replicas import listener_name
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.config import Settings
+    from outbox.store.dsn import Dsn
+
+IDLE_IN_TRANSACTION_SHARE = 0.8
+"""Of the lease: a frozen replica must not sit on a row lock for longer."""
+
+SESSION_SETTINGS = {
+    # A success, a give-up or a batch that a crash of the server takes back
+    # would turn the order around.
+    "synchronous_commit": "on",
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+    # The lease bounds what has to be bounded; DETACH waits as long as it takes.
+    "statement_timeout": "0",
+    "lock_timeout": "0",
+    "idle_session_timeout": "0",
+    # Everything large has its index.  A partition whose statistics are from its
+    # first rows is otherwise read from end to end, once for every lane; and a lane
+    # that owes more than most is read and sorted from end to end, in each helping.
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    # There is one good plan for each statement, whatever its arguments.  Left to
+    # itself PostgreSQL thinks otherwise of those over partitions, and plans them anew
+    # each time, which takes two thirds of a small batch.
+    "plan_cache_mode": "force_generic_plan",
+}
+"""Whatever the role's or the database's defaults are."""
+
+
+class Connections:
+    """Opens them; whoever gets one ends it with `terminate`.
+
+    asyncpg's errors, and those of `outbox.store.connect.connect`, pass through.
+    """
+
+    def __init__(self, dsn: Dsn, settings: Settings) -> None:
+        self._dsn = dsn
+        self._settings = settings
+
+    async def worker(self, name: str) -> Connection[Any]:
+        """A connection to work on.
+
+        Args:
+            name: what its session is called.
+        """
+        settings = self._settings
+        limit_ms = int(settings.lease_s * IDLE_IN_TRANSACTION_SHARE * 1000)
+        connection = await connect(
+            self._dsn,
+            schema=settings.schema_name,
+            application_name=name,
+            server_settings={
+                **SESSION_SETTINGS,
+                # Not the DSN's: a burial finds our sessions by this name.
+                "application_name": name,
+                "idle_in_transaction_session_timeout": str(limit_ms),
+            },
+            pooled=settings.pooled,
+        )
+        try:
+            await learn_types(connection)
+        except BaseException:
+            connection.terminate()
+            raise
+        return connection
+
+    async def listener(self, replica_id: int) -> Connection[Any]:
+        """A connection for LISTEN."""
+        name = listener_name(replica_id)
+        return await connect(
+            self._dsn,
+            schema=self._settings.schema_name,
+            application_name=name,
+            # Not the DSN's: `outbox doctor` looks for it by this name.
+            server_settings={"application_name": name},
+        )
