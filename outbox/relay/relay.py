@@ -37,6 +37,7 @@ class Relay:
 
     Args:
         transport: used over all sessions, closed by whoever made it.
+        name: what it is called among the replicas; the host and the process if not said.
         now: epoch seconds.
         rng: for the jitter of retries and probes.
     """
@@ -47,12 +48,14 @@ class Relay:
         transport: Transport,
         connections: Connections,
         *,
+        name: str | None = None,
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
         self._settings = settings
         self._transport = transport
         self._connections = connections
+        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
         self._now = now
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._stop = asyncio.Event()
@@ -68,7 +71,6 @@ class Relay:
             OutboxError: the database cannot be used at the first attempt;
                 later ones are repeated.
         """
-        name = f"{socket.gethostname()}:{os.getpid()}"
         replica_id: int | None = None
         delay_s = RETRY_MIN_S
         while not self._stop.is_set():
@@ -76,7 +78,7 @@ class Relay:
                 self._settings,
                 self._transport,
                 self._connections,
-                name,
+                self._name,
                 outbox.__version__,
                 predecessor=replica_id,
                 now=self._now,

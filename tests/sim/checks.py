@@ -1,0 +1,496 @@
+"""What must hold, at every step and at the end (DESIGN: the invariants of delivery).
+
+The checkers look at what the relays do from outside: at each commit of the
+database, at each request, and, when everything has come to rest, at the tables
+and at what the receivers processed.  They share no code with the relay.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    from outbox.core.answer import Answer
+    from outbox.transport.port import Request
+    from tests.sim.clockwork import Process, World
+    from tests.sim.database.engine import Transaction
+    from tests.sim.database.tables import Batch, Database, Given, Tried
+
+
+class Violation(Exception):
+    """An invariant was broken."""
+
+    def __init__(self, rule: str, what: str) -> None:
+        super().__init__(rule, what)
+        self.rule = rule
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
+
+
+M = TypeVar("M", bound="Callable[..., None]")
+
+
+def reports(method: M) -> M:
+    """What it finds is kept; the run goes on until somebody asks."""
+
+    def checked(self: Checker, *args: Any) -> None:
+        try:
+            method(self, *args)
+        except Violation as violation:
+            self.violations.append(violation)
+
+    return cast("M", checked)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One request, as the wire carries it."""
+
+    process: Process
+    endpoint_id: UUID
+    lane: str
+    seq: int
+    previous: int
+    number: int
+    delivery: str
+    event_id: str
+    key: str | None
+    version: int
+    is_replay: bool
+    began_at: float
+    again: bool = False
+    """Its receiver had processed it before."""
+
+    @property
+    def outbox_number(self) -> int:
+        return int(self.event_id.replace("-", ""), 16) >> 64
+
+
+@dataclass
+class LaneBook:
+    """What is known of one lane."""
+
+    id: int
+    endpoint_id: UUID
+    generation: int
+    last_seq: int = 0
+    events: dict[int, int] = field(default_factory=dict)
+    """The event of each number."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """The last version of each key that was given a number, replays apart."""
+    ended: set[int] = field(default_factory=set)
+    """Numbers with a durable outcome, above `ended_through`."""
+    ended_through: int = 0
+    dead: set[int] = field(default_factory=set)
+    """Numbers that were given up."""
+    told: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """X-Delivery and event of each number that was sent."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    done_through: int = 0
+    done: set[int] = field(default_factory=set)
+    """Numbers whose sender got a success, above `done_through`."""
+    open: set[Attempt] = field(default_factory=set)
+
+    def end(self, seq: int) -> None:
+        self.ended.add(seq)
+        while self.ended_through + 1 in self.ended:
+            self.ended_through += 1
+            self.ended.discard(self.ended_through)
+
+    def finish(self, seq: int) -> None:
+        self.done.add(seq)
+        while self.done_through + 1 in self.done or self.done_through + 1 in self.dead:
+            self.done_through += 1
+            self.done.discard(self.done_through)
+
+
+class Checker:
+    """Watches one run.
+
+    Args:
+        latency_s: in calm times, an event is sequenced within so long.
+        tell: takes what happens, line by line.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        database: Database,
+        latency_s: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._tell = tell
+        self._world = world
+        self._db = database
+        self._latency_s = latency_s
+        self.lanes: dict[str, LaneBook] = {}
+        self._by_id: dict[int, LaneBook] = {}
+        self._sequenced: dict[UUID, set[int]] = defaultdict(set)
+        self._in_batch: dict[int, int] = {}
+        self._dead_ids: set[int] = set()
+        self._visible_at: dict[int, float] = {}
+        self._processed: dict[UUID, dict[str, float]] = defaultdict(dict)
+        self._versions: dict[tuple[UUID, str], int] = defaultdict(int)
+        self._owner_of: dict[int, str] = {}
+        self._acked: dict[int, int] = {}
+        # Until then something is or was wrong, so nothing has to be quick.
+        self.troubled_until = 0.0
+        self.troubled_from: float | None = None
+        self.violations: list[Violation] = []
+        self._at_requests: dict[int, list[Callable[[], None]]] = {}
+        self.duplicates = 0
+        self.requests = 0
+        self.latencies: list[float] = []
+        self.pauses: dict[UUID, float] = {}
+        database.on_commit.append(self._committed)
+
+    # ------------------------------------------------------------- the tables
+
+    @reports
+    def _committed(self, tx: Transaction) -> None:
+        db = self._db
+        lanes = tx.writes.get(db.lane)
+        if lanes:
+            for row in lanes.values():
+                assert row is not None
+                self.know(row)
+        for row in (tx.writes.get(db.replica) or {}).values():
+            if row is not None:
+                self._owner_of[row["id"]] = row["name"]
+        for kind, what in tx.notes:
+            match kind:
+                case "event":
+                    self._event(*what)
+                case "batch":
+                    self._batch(*what)
+                case "attempts":
+                    self._attempts(what)
+                case "checkpoint":
+                    self._fenced(*what)
+        for row in (tx.writes.get(db.dead_letter) or {}).values():
+            if row is not None:
+                self._dead(row)
+        for _, what in (note for note in tx.notes if note[0] == "attempts"):
+            for lane_id, tried in what:
+                book = self._by_id[lane_id]
+                if tried.outcome == "delivered" and book.ended_through < tried.seq:
+                    raise Violation("log", f"lane {lane_id}: {tried.seq} ends before those below")
+        for lane_id, row in (tx.writes.get(db.lane_progress) or {}).items():
+            assert row is not None
+            book = self._by_id[lane_id]
+            if row["acked_seq"] > book.ended_through:
+                raise Violation("log", f"lane {lane_id} passes {row['acked_seq']} without outcome")
+            if row["acked_seq"] < self._acked.get(lane_id, 0):
+                raise Violation("progress", f"lane {lane_id} went back to {row['acked_seq']}")
+            self._acked[lane_id] = row["acked_seq"]
+        owned = tx.writes.get(db.ownership)
+        if owned:
+            self._claimed(owned)
+
+    def know(self, lane: dict[str, Any]) -> None:
+        """A lane was made."""
+        name = f"{lane['endpoint_id'].hex[:12]}-{lane['generation']}-{lane['slot']}"
+        book = LaneBook(lane["id"], lane["endpoint_id"], lane["generation"])
+        self.lanes[name] = self._by_id[lane["id"]] = book
+
+    def _event(self, event_id: int, quiet: bool) -> None:
+        if not quiet:
+            self._visible_at[event_id] = self._world.now
+        self._tell(f"event {event_id} is visible; flag {self._db.wakeup}")
+        if event_id in self._dead_ids:
+            raise Violation("loss", f"event {event_id} appears after it was declared dead")
+
+    def _batch(self, batch: Batch, given: list[tuple[int, Given]]) -> None:
+        db = self._db
+        before = db.batches[-2]
+        self._tell(f"{batch}")
+        if batch.batch != before.batch + 1 or batch.high < before.high:
+            raise Violation("cursor", f"batch {batch.batch} to {batch.high} follows {before}")
+        for lo, hi in batch.dead:
+            for each in range(lo, hi + 1):
+                self._dead_ids.add(each)
+                if each in db.outbox:
+                    raise Violation("loss", f"event {each} is there, and was declared dead")
+        for lane_id, each in given:
+            book = self._by_id[lane_id]
+            if each.seq != book.last_seq + 1:
+                raise Violation("numbers", f"lane {lane_id}: {each.seq} follows {book.last_seq}")
+            book.last_seq = each.seq
+            book.events[each.seq] = each.outbox_id
+            event = db.outbox.get(each.outbox_id)
+            if event is None:
+                raise Violation("phantom", f"event {each.outbox_id} was never committed")
+            endpoint = db.endpoint.rows[book.endpoint_id]
+            if book.generation != endpoint["generation"]:
+                raise Violation("routing", f"lane {lane_id} has ended, and gets {each.seq}")
+            if not self._active(book.endpoint_id, batch.batch):
+                raise Violation("routing", f"{endpoint['name']} gets nothing in {batch.batch}")
+            if each.replay_id is not None:
+                continue
+            if each.outbox_id in self._sequenced[book.endpoint_id]:
+                raise Violation("twice", f"event {each.outbox_id} for {endpoint['name']}")
+            self._sequenced[book.endpoint_id].add(each.outbox_id)
+            self._in_batch[each.outbox_id] = batch.batch
+            self._in_time(each.outbox_id)
+            if event.key is not None:
+                version = orjson.loads(event.payload)["v"]
+                if version <= book.versions.get(event.key, 0):
+                    raise Violation("order", f"lane {lane_id}: {event.key} v{version} comes late")
+                book.versions[event.key] = version
+
+    def _active(self, endpoint_id: UUID, batch: int) -> bool:
+        return any(
+            s["endpoint_id"] == endpoint_id
+            and s["from_batch"] <= batch
+            and (s["to_batch"] is None or batch < s["to_batch"])
+            for s in self._db.subscription.rows.values()
+        )
+
+    def _in_time(self, event_id: int) -> None:
+        visible_at = self._visible_at.pop(event_id, None)
+        if visible_at is None:
+            return
+        waited_s = self._world.now - visible_at
+        self.latencies.append(waited_s)
+        if waited_s > self._latency_s and visible_at > self.troubled_until:
+            raise Violation("wake-up", f"event {event_id} was seen {waited_s:.2f} s after its commit")
+
+    def _fenced(self, replica_id: int, lane_id: int) -> None:
+        book = self._by_id[lane_id]
+        owner = self._db.ownership.rows[book.endpoint_id]["replica_id"]
+        if owner != replica_id:
+            raise Violation("fence", f"replica {replica_id} writes for lane {lane_id} of {owner}")
+
+    def _attempts(self, tried: list[tuple[int, Tried]]) -> None:
+        for lane_id, each in tried:
+            book = self._by_id[lane_id]
+            self._fenced(each.replica_id, lane_id)
+            if each.outcome == "delivered":
+                book.end(each.seq)
+
+    def _dead(self, row: dict[str, Any]) -> None:
+        book = self._by_id[row["lane_id"]]
+        for seq in range(row["seq"], row["to_seq"] + 1):
+            book.dead.add(seq)
+            book.end(seq)
+        book.finish(row["to_seq"])
+
+    def _claimed(self, owned: dict[Any, Any]) -> None:
+        for endpoint_id, row in owned.items():
+            if row["replica_id"] is None:
+                continue
+            name = self._owner_of[row["replica_id"]]
+            for book in self.lanes.values():
+                if book.endpoint_id != endpoint_id:
+                    continue
+                for attempt in book.open:
+                    other = attempt.process
+                    if other.name != name and not other.frozen and not other.dead:
+                        raise Violation(
+                            "lease", f"{other.name} has {attempt.lane}/{attempt.seq} open, {name} claims"
+                        )
+
+    # --------------------------------------------------------------- the wire
+
+    def at_request(self, number: int, callback: Callable[[], None]) -> None:
+        """Call this when so many requests were begun."""
+        self._at_requests.setdefault(number, []).append(callback)
+
+    def begins(self, process: Process, request: Request) -> Attempt:
+        """A request is sent."""
+        told = {name.lower(): value for name, value in request.headers}
+        body = orjson.loads(request.body)
+        data = body["data"]
+        lane = told["x-lane"]
+        book = self.lanes[lane]
+        attempt = Attempt(
+            process,
+            book.endpoint_id,
+            lane,
+            body["sequence"],
+            body["previous_sequence"],
+            int(told["x-attempt"]),
+            told["x-delivery"],
+            body["id"],
+            data["k"],
+            data["v"],
+            "replay_of" in body,
+            self._world.now,
+        )
+        self.requests += 1
+        for callback in self._at_requests.pop(self.requests, ()):
+            callback()
+        self._check_begin(book, attempt)
+        book.open.add(attempt)
+        return attempt
+
+    @reports
+    def _check_begin(self, book: LaneBook, attempt: Attempt) -> None:
+        where = f"{attempt.process.name}: {attempt.lane}/{attempt.seq}"
+        seq = attempt.seq
+        owner = self._db.ownership.rows[book.endpoint_id]["replica_id"]
+        if owner is None or self._owner_of[owner] != attempt.process.name:
+            raise Violation("lease", f"{where} is sent, and replica {owner} owns it")
+        if any(other.process is attempt.process for other in book.open):
+            raise Violation("one request", f"{where}: another one of its lane is open")
+        if seq > book.last_seq:
+            raise Violation("numbers", f"{where} was never given out")
+        event_id = str(self._db.outbox[book.events[seq]].event_id)
+        told = (attempt.delivery, attempt.event_id)
+        if attempt.event_id != event_id or book.told.setdefault(seq, told) != told:
+            raise Violation("numbers", f"{where} changed its event")
+        if book.done_through < seq - 1:
+            book.finish(0)
+            if book.done_through < seq - 1:
+                raise Violation("order", f"{where} is sent before {book.done_through + 1} ended")
+        previous = attempt.previous
+        if not 0 <= previous < seq or any(n not in book.dead for n in range(previous + 1, seq)):
+            raise Violation("previous", f"{where} says {previous}, which was not the last one")
+        if previous in book.dead:
+            raise Violation("previous", f"{where} says {previous}, which was given up")
+        least = book.attempts.get(seq, 0)
+        if not least <= attempt.number <= least + 1 and least:
+            raise Violation("retry state", f"{where}: attempt {attempt.number} follows {least}")
+        book.attempts[seq] = attempt.number
+
+    def ends(self, attempt: Attempt) -> None:
+        """A request is over, answered or closed."""
+        self.lanes[attempt.lane].open.discard(attempt)
+
+    def died(self, process: Process) -> None:
+        """Its requests are closed by the system."""
+        for book in self.lanes.values():
+            book.open = {a for a in book.open if a.process is not process}
+
+    @reports
+    def thawed(self, process: Process) -> None:
+        """A moment ago; what it may not have open any more, it has closed by now."""
+        for book in self.lanes.values():
+            owner = self._db.ownership.rows[book.endpoint_id]["replica_id"]
+            if owner is not None and self._owner_of[owner] == process.name:
+                continue
+            for attempt in book.open:
+                if attempt.process is process and not process.frozen and not process.dead:
+                    where = f"{process.name}: {attempt.lane}/{attempt.seq}"
+                    raise Violation("lease", f"{where} is still open after it woke up")
+
+    def book(self, lane_id: int) -> LaneBook:
+        """What is known of a lane."""
+        return self._by_id[lane_id]
+
+    def owns(self, process: Process, replica_id: int | None) -> bool:
+        """Whether that replica is this process."""
+        return replica_id is not None and self._owner_of[replica_id] == process.name
+
+    def answered(self, attempt: Attempt, answer: Answer) -> None:
+        """The relay has the answer."""
+        if answer.status is not None and (200 <= answer.status <= 299 or answer.status == 409):
+            self.lanes[attempt.lane].finish(attempt.seq)
+
+    @reports
+    def processed(self, attempt: Attempt) -> None:
+        """The receiver did what the event asks for."""
+        seen = self._processed[attempt.endpoint_id]
+        if attempt.delivery in seen:
+            self.duplicates += 1
+            attempt.again = True
+            return
+        seen[attempt.delivery] = self._world.now
+        if attempt.outbox_number not in self._db.outbox:
+            raise Violation("phantom", f"{attempt.event_id} was never committed")
+        if attempt.key is not None and not attempt.is_replay:
+            at = (attempt.endpoint_id, attempt.key)
+            if attempt.version <= self._versions[at]:
+                raise Violation(
+                    "order",
+                    f"{attempt.lane}/{attempt.seq}: {attempt.key} v{attempt.version} after "
+                    f"v{self._versions[at]}",
+                )
+            self._versions[at] = attempt.version
+
+    # ------------------------------------------------------------- at the end
+
+    def at_rest(self) -> bool:
+        """Whether everything is sequenced and has ended."""
+        db = self._db
+        newest = db.batches[-1]
+        if newest.young or db.gap.rows or (db.outbox_ids and db.outbox_ids[-1] > newest.high):
+            return False
+        if any(r["next_seq"] <= r["to_seq"] for r in db.replay.rows.values()):
+            return False
+        return all(
+            book.ended_through == book.last_seq
+            for book in self._by_id.values()
+        )
+
+    def unrest(self) -> str:
+        """What is still to be done, for whoever waited in vain."""
+        db = self._db
+        newest = db.batches[-1]
+        owed = {
+            name: f"{book.ended_through}/{book.last_seq} of {db.endpoint.rows[book.endpoint_id]['state']}"
+            f" owned by {db.ownership.rows[book.endpoint_id]['replica_id']}"
+            for name, book in self.lanes.items()
+            if book.ended_through != book.last_seq
+        }
+        last = db.outbox_ids[-1] if db.outbox_ids else 0
+        return (
+            f"high {newest.high} of {last}, young {newest.young}, old {list(db.gap.rows)}, "
+            f"owed {owed}, leader {db.cursor.rows[1]}, replicas {list(db.replica.rows)}, "
+            f"holders {list(db.holders)}, prepared {list(db.prepared)}"
+        )
+
+    @reports
+    def audit(self) -> None:
+        """Completeness, from the tables and the receivers' books."""
+        db = self._db
+        for event in db.outbox.values():
+            batch = self._batch_of(event.id)
+            for endpoint in db.endpoint.rows.values():
+                for s in db.subscription.rows.values():
+                    if s["endpoint_id"] != endpoint["id"] or not s["from_batch"] <= batch:
+                        continue
+                    if s["to_batch"] is not None and batch >= s["to_batch"]:
+                        continue
+                    if event.type not in s["types"] and "**" not in s["types"]:
+                        continue
+                    if event.id not in self._sequenced[endpoint["id"]]:
+                        raise Violation("loss", f"event {event.id} never went to {endpoint['name']}")
+        for name, book in self.lanes.items():
+            p = db.lane_progress.rows[book.id]
+            if p["acked_seq"] > book.last_seq:
+                raise Violation("log", f"{name} is at {p['acked_seq']} of {book.last_seq}")
+            for seq in range(1, book.last_seq + 1):
+                delivered = any(
+                    a.seq == seq and a.outcome == "delivered" for a in db.attempts.get(book.id, ())
+                )
+                if not delivered and seq not in book.dead:
+                    raise Violation("loss", f"{name}/{seq} has no outcome")
+                if delivered and seq in book.dead:
+                    raise Violation("log", f"{name}/{seq} was delivered and given up")
+                if delivered and seq not in book.told:
+                    raise Violation("loss", f"{name}/{seq} is called delivered, and was never sent")
+                if delivered and book.told[seq][0] not in self._processed[book.endpoint_id]:
+                    raise Violation("loss", f"{name}/{seq} never reached its receiver")
+
+    def _batch_of(self, event_id: int) -> int:
+        batch = self._in_batch.get(event_id)
+        if batch is not None:
+            return batch
+        for each in self._db.batches:
+            if any(lo <= event_id <= hi for lo, hi in each.found):
+                return each.batch
+        before = 0
+        for each in self._db.batches:
+            if before < event_id <= each.high:
+                return each.batch
+            before = each.high
+        raise Violation("loss", f"event {event_id} was never sequenced")

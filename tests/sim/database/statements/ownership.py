@@ -1,0 +1,214 @@
+"""What replicas ask about leases and about who owns what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox.store import migrate, notify, replicas
+from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait
+from tests.sim.database.statements.registry import answers, answers_prefix
+from tests.sim.database.tables import SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from uuid import UUID
+
+    from tests.sim.database.engine import Row, Steps, Transaction
+    from tests.sim.database.tables import Database
+
+
+def fence(db: Database, tx: Transaction, me: int) -> Steps:
+    """Whether the replica's lease runs; its row is locked then, as by FENCE.
+
+    Whoever waited for the lock looks again only if the row was changed meanwhile.
+    """
+    row = tx.get(db.replica, me)
+    if row is None or row["expires_at"] <= db.wall():
+        return False
+    if db.rng.random() < 0.1:
+        yield db.pause_s()
+    yield Wait(db.replica, me, SHARE)
+    new = tx.get(db.replica, me)
+    if new is row:
+        return True
+    return new is not None and new["expires_at"] > db.wall()
+
+
+def journal(
+    db: Database, tx: Transaction, kind: str, actor: str, endpoint_id: UUID | None, data: Any
+) -> None:
+    """What happened, kept with the transaction in which it did."""
+    at = db.wall()
+    tx.append(lambda: db.journal.append((at, kind, actor, endpoint_id, data)))
+
+
+@answers(migrate.FIND_HISTORY)
+def find_history(db: Database, tx: Transaction, schema: str) -> list[Row]:
+    return [{"exists": schema == SCHEMA}]
+
+
+@answers(migrate.READ_HISTORY.format(schema=f'"{SCHEMA}"'), migrate.READ_HISTORY.format(schema=SCHEMA))
+def read_history(db: Database, tx: Transaction) -> list[Row]:
+    return [
+        {"version": m.version, "name": m.name, "checksum": m.checksum}
+        for m in migrate.migrations()
+    ]
+
+
+@answers(notify.WAKE_ALL)
+def wake_all(db: Database, tx: Transaction) -> str:
+    tx.notify(SCHEMA, notify.RECONFIGURED)
+    return "SELECT 1"
+
+
+@answers("SELECT 1")
+def heartbeat(db: Database, tx: Transaction) -> list[Row]:
+    return [{"one": 1}]
+
+
+@answers(replicas.REGISTER)
+def register(db: Database, tx: Transaction, name: str, version: str, lease_s: float) -> list[Row]:
+    new = db.serial(db.replica)
+    row = {"id": new, "name": name, "pids": [], "renewals": 0, "lease_s": lease_s}
+    tx.put(db.replica, new, {**row, "expires_at": db.wall() + lease_s})
+    return [{"id": new}]
+
+
+@answers(replicas.SET_PIDS)
+def set_pids(db: Database, tx: Transaction, me: int, pids: Sequence[int]) -> Steps:
+    yield Wait(db.replica, me, UPDATE)
+    if tx.get(db.replica, me) is None:
+        return "UPDATE 0"
+    tx.change(db.replica, me, pids=list(pids))
+    return "UPDATE 1"
+
+
+@answers(replicas.RENEW)
+def renew(db: Database, tx: Transaction, me: int) -> Steps:
+    row = tx.get(db.replica, me)
+    if row is None or row["expires_at"] <= db.wall():
+        return "UPDATE 0"
+    yield Wait(db.replica, me, UPDATE)
+    row = tx.get(db.replica, me)
+    if row is None or row["expires_at"] <= db.wall():
+        return "UPDATE 0"
+    expires_at = db.wall() + row["lease_s"]
+    tx.change(db.replica, me, renewals=row["renewals"] + 1, expires_at=expires_at)
+    return "UPDATE 1"
+
+
+@answers(replicas.READ_PEERS)
+def read_peers(db: Database, tx: Transaction) -> list[Row]:
+    return [dict(row) for row in tx.rows(db.replica)]
+
+
+@answers_prefix("SET LOCAL lock_timeout = ")
+def set_lock_timeout(db: Database, tx: Transaction, milliseconds: str) -> str:
+    tx.lock_timeout_s = int(milliseconds) / 1000
+    return "SET"
+
+
+@answers(replicas.LOCK_REPLICA)
+def lock_replica(db: Database, tx: Transaction, replica_id: int) -> Steps:
+    if tx.get(db.replica, replica_id) is None:
+        return []
+    yield Wait(db.replica, replica_id, EXCLUSIVE)
+    row = tx.get(db.replica, replica_id)
+    return [] if row is None else [{"name": row["name"]}]
+
+
+@answers(replicas.BACKENDS)
+def end_backends(db: Database, tx: Transaction, replica_id: int, name: str) -> list[Row]:
+    row = tx.get(db.replica, replica_id)
+    pids = [] if row is None else row["pids"]
+    ended = [b for pid in pids if (b := db.backends.get(pid)) is not None and b.name == name]
+    for backend in ended:
+        db.world.after(db.pause_s(), None, backend.terminate)
+    return [{"count": len(ended)}]
+
+
+def _free(
+    db: Database, tx: Transaction, me: int, owned: Iterable[UUID], actor: str, why: str
+) -> Steps:
+    freed = 0
+    for endpoint_id in owned:
+        yield Wait(db.ownership, endpoint_id, UPDATE)
+        row = tx.get(db.ownership, endpoint_id)
+        if row is None or row["replica_id"] != me:
+            continue
+        new = tx.change(db.ownership, endpoint_id, replica_id=None, epoch=row["epoch"] + 1)
+        told = {"epoch": new["epoch"], "replica": me, "why": why}
+        journal(db, tx, "endpoint_freed", actor, endpoint_id, told)
+        freed += 1
+    return f"INSERT 0 {freed}"
+
+
+def _owned(db: Database, tx: Transaction, me: int) -> list[UUID]:
+    return sorted(r["endpoint_id"] for r in tx.rows(db.ownership) if r["replica_id"] == me)
+
+
+@answers(replicas.FREE_ALL)
+def free_all(db: Database, tx: Transaction, me: int, actor: str, why: str) -> Steps:
+    return (yield from _free(db, tx, me, _owned(db, tx, me), actor, why))
+
+
+@answers(replicas.REMOVE_REPLICA)
+def remove_replica(db: Database, tx: Transaction, replica_id: int) -> Steps:
+    yield Wait(db.replica, replica_id, EXCLUSIVE)
+    tx.put(db.replica, replica_id, None)
+    return "DELETE 1"
+
+
+@answers(replicas.FREE_SOME)
+def free_some(
+    db: Database, tx: Transaction, me: int, ids: Sequence[UUID], actor: str, why: str
+) -> Steps:
+    if not (yield from fence(db, tx, me)):
+        return "INSERT 0 0"
+    wanted = set(ids)
+    mine = [each for each in _owned(db, tx, me) if each in wanted]
+    return (yield from _free(db, tx, me, mine, actor, why))
+
+
+@answers(replicas.READ_FREE)
+def read_free(db: Database, tx: Transaction) -> list[Row]:
+    free = []
+    for row in tx.rows(db.ownership):
+        e = tx.get(db.endpoint, row["endpoint_id"])
+        assert e is not None
+        if row["replica_id"] is None and e["state"] not in ("removed", "disabled"):
+            free.append({"endpoint_id": row["endpoint_id"]})
+    return free
+
+
+@answers(replicas.CLAIM)
+def claim(db: Database, tx: Transaction, me: int, ids: Sequence[UUID], actor: str) -> Steps:
+    if not (yield from fence(db, tx, me)):
+        return []
+    claimed: list[Row] = []
+    for endpoint_id in sorted(ids):
+        row = tx.get(db.ownership, endpoint_id)
+        if row is None or row["replica_id"] is not None:
+            continue
+        yield Wait(db.ownership, endpoint_id, UPDATE)
+        row = tx.get(db.ownership, endpoint_id)
+        if row is None or row["replica_id"] is not None:
+            continue
+        epoch = row["epoch"] + 1
+        tx.change(db.ownership, endpoint_id, replica_id=me, epoch=epoch)
+        journal(db, tx, "endpoint_claimed", actor, endpoint_id, {"epoch": epoch, "replica": me})
+        claimed.append({"endpoint_id": endpoint_id, "epoch": epoch})
+    return claimed
+
+
+@answers(replicas.STAMP)
+def stamp(db: Database, tx: Transaction, ids: Sequence[UUID], epochs: Sequence[int]) -> Steps:
+    new = dict(zip(ids, epochs, strict=True))
+    for endpoint_id, epoch in new.items():
+        yield Wait(db.endpoint_health, endpoint_id, UPDATE)
+        tx.change(db.endpoint_health, endpoint_id, epoch=epoch)
+    for row in list(tx.rows(db.lane_progress)):
+        if row["endpoint_id"] in new:
+            yield Wait(db.lane_progress, row["lane_id"], UPDATE)
+            tx.change(db.lane_progress, row["lane_id"], epoch=new[row["endpoint_id"]])
+    return f"UPDATE {len(ids)}"

@@ -1,0 +1,326 @@
+"""What the sequencer asks: the cursor row, the events, the gaps, the batch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+from asyncpg import Range
+
+from outbox.store import cursor, lanes, reading, routing
+from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
+from tests.sim.database.statements.registry import answers
+from tests.sim.database.tables import AWAKE, SCHEMA, Batch, Given
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tests.sim.database.engine import Row, Steps, Transaction
+    from tests.sim.database.tables import Database, Event
+
+OWNERS = f"{SCHEMA}:owners"
+
+
+@answers(cursor.SEQUENCE)
+def sequence(db: Database, tx: Transaction) -> list[Row]:
+    return [{"oid": 1, "plain": True, "logged": True, "primary": True}]
+
+
+@answers(cursor.LOCK_CURSOR)
+def lock_cursor(db: Database, tx: Transaction) -> list[Row]:
+    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return []
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    return [dict(row)]
+
+
+@answers(cursor.READ_STATE)
+def read_state(db: Database, tx: Transaction) -> list[Row]:
+    newest = db.batches[-1]
+    young = [Range(lo, hi + 1) for lo, hi in newest.young]
+    return [{"batch": newest.batch, "high": newest.high, "young": young}]
+
+
+@answers(cursor.READ_OLD_GAPS)
+def read_old_gaps(db: Database, tx: Transaction) -> list[Row]:
+    return [dict(row) for row in tx.rows(db.gap)]
+
+
+@answers(cursor.READ_STANDING)
+def read_standing(db: Database, tx: Transaction, me: int) -> list[Row]:
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    leader = row["writer"]
+    newest = db.batches[-1]
+    alive = tx.get(db.replica, leader) if leader is not None else None
+    free = leader is None or leader == me or alive is None or alive["expires_at"] <= db.wall()
+    behind = bool(db.outbox_ids) and db.outbox_ids[-1] > newest.high
+    behind = behind or any(_ids_between(db, lo, hi) for lo, hi in newest.young)
+    return [{"leader": leader, "batch": newest.batch, "free": free, "behind": behind}]
+
+
+def _ids_between(db: Database, lo: int, hi: int) -> list[int]:
+    return db.outbox_ids[bisect_left(db.outbox_ids, lo) : bisect_right(db.outbox_ids, hi)]
+
+
+@answers(reading.HOLDERS)
+def holders(db: Database, tx: Transaction, oid: int) -> list[Row]:
+    return [{"virtualtransaction": vxid} for vxid in db.holders]
+
+
+@answers(reading.READ_RUNNING)
+def read_running(db: Database, tx: Transaction) -> list[Row]:
+    return [{"virtualtransaction": vxid} for vxid in db.running]
+
+
+@answers(reading.READ)
+def read(
+    db: Database,
+    tx: Transaction,
+    high: int,
+    los: Sequence[int],
+    his: Sequence[int],
+    limit: int,
+    oid: int,
+    more_gaps: bool,
+) -> Steps:
+    # The snapshot: events, and what stands on the cursor row.
+    ids: list[int] = []
+    for lo, hi in zip(los, his, strict=True):
+        ids += _ids_between(db, lo, hi)[:limit]
+    start = bisect_right(db.outbox_ids, high)
+    ids += db.outbox_ids[start : start + limit]
+    ids = sorted(ids)[:limit]
+    events = [db.outbox[i] for i in ids]
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if db.rng.random() < 0.3:
+        yield db.pause_s()
+    # What no snapshot holds: sequences and locks.
+    newer = [i for i in ids if i > high]
+    missing = bool(los) or more_gaps or (bool(newer) and len(newer) < newer[-1] - high)
+    said = {
+        "id": None,
+        "last_id": db.last_id,
+        "wakeup": db.wakeup,
+        "waiting": None,
+        "holders": list(db.holders) if missing else None,
+        "leader": row["writer"],
+        "version": row["version"],
+    }
+    return [_sighting(event) for event in events] + [said]
+
+
+def _sighting(event: Event) -> Row:
+    return {"id": event.id, "tenant": None, "type": event.type, "spread": event.spread}
+
+
+@answers(cursor.READ_COUNTERS, lanes.READ_COUNTERS)
+def read_counters(db: Database, tx: Transaction, lane_ids: Sequence[int]) -> list[Row]:
+    wanted = set(lane_ids)
+    return [dict(row) for row in tx.rows(db.lane_counter) if row["lane_id"] in wanted]
+
+
+@answers(routing.READ_ROUTES)
+def read_routes(db: Database, tx: Transaction) -> list[Row]:
+    found = []
+    for s in tx.rows(db.subscription):
+        e = tx.get(db.endpoint, s["endpoint_id"])
+        assert e is not None
+        if s["to_batch"] is not None or e["state"] not in ("active", "paused"):
+            continue
+        lane_rows = [
+            lane
+            for lane in tx.rows(db.lane)
+            if lane["endpoint_id"] == e["id"] and lane["generation"] == e["generation"]
+        ]
+        lane_rows.sort(key=lambda lane: lane["slot"])
+        found.append({**s, "lane_ids": [lane["id"] for lane in lane_rows]})
+    return found
+
+
+@answers(routing.READ_REPLAYS)
+def read_replays(db: Database, tx: Transaction, limit: int) -> list[Row]:
+    rows: list[Row] = []
+    before = 0
+    asked = sorted(tx.rows(db.replay), key=lambda r: r["id"])
+    for r in asked:
+        letter = tx.get(db.dead_letter, r["dead_id"])
+        assert letter is not None
+        e = tx.get(db.endpoint, letter["endpoint_id"])
+        assert e is not None
+        if r["next_seq"] > r["to_seq"] or e["state"] not in ("active", "paused"):
+            continue
+        if before >= limit:
+            break
+        numbers = min(r["to_seq"] - r["next_seq"] + 1, limit - before)
+        before += r["to_seq"] - r["next_seq"] + 1
+        base = {
+            "id": r["id"],
+            "next_seq": r["next_seq"],
+            "next_batch": r["next_batch"],
+            "numbers": numbers,
+        }
+        found = []
+        if letter["outbox_id"] is not None:
+            found = [(r["next_seq"], r["next_batch"], letter["outbox_id"])]
+        else:
+            given = db.deliveries.get(letter["lane_id"], [])
+            found = [
+                (g.seq, g.batch, g.outbox_id)
+                for g in given
+                if r["next_seq"] <= g.seq < r["next_seq"] + numbers
+            ]
+        if not found:
+            rows.append({**base, "lane_id": None, "seq": None, "batch": None, "outbox_id": None})
+        for seq, batch, outbox_id in found:
+            slot = db.outbox[outbox_id].spread % e["lanes"]
+            lane = next(
+                lane
+                for lane in tx.rows(db.lane)
+                if lane["endpoint_id"] == e["id"]
+                and lane["generation"] == e["generation"]
+                and lane["slot"] == slot
+            )
+            place = {"lane_id": lane["id"], "seq": seq, "batch": batch, "outbox_id": outbox_id}
+            rows.append({**base, **place})
+    return rows
+
+
+@answers(routing.WRITE_HELPINGS)
+def write_helpings(
+    db: Database, tx: Transaction, ids: Sequence[int], seqs: Sequence[int], batches: Sequence[int]
+) -> str:
+    for i, seq, batch in zip(ids, seqs, batches, strict=True):
+        tx.change(db.replay, i, next_seq=seq, next_batch=batch)
+    return f"UPDATE {len(ids)}"
+
+
+@answers(cursor.WRITE_BATCH)
+def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
+    (
+        batch,
+        high,
+        young,
+        found,
+        dead,
+        events,
+        counted,
+        last_seqs,
+        lane_ids,
+        seqs,
+        outbox_ids,
+        writer,
+        replay_ids,
+        replay_seqs,
+        version,
+        awake,
+        wanted,
+    ) = arguments
+    # The statement's snapshot; the row is looked at again once it is locked.
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if (row["writer"], row["version"]) != (writer, version):
+        return []
+    others = any(r["id"] != writer for r in tx.rows(db.replica))
+    if not tx.try_lock(db.cursor, 1, EXCLUSIVE):
+        return []
+    row = tx.get(db.cursor, 1)
+    assert row is not None
+    if (row["writer"], row["version"]) != (writer, version):
+        return []
+    tx.wrote()
+    if db.rng.random() < 0.2:
+        yield db.pause_s()
+    if batch <= db.batches[-1].batch:
+        raise asyncpg.UniqueViolationError(f"batch {batch} exists")
+    told = Batch(
+        batch,
+        high,
+        _ranges(young),
+        _ranges(found),
+        _ranges(dead),
+        tuple(counted),
+        writer,
+        db.clock_timestamp(),
+    )
+    tx.append(lambda: db.batches.append(told))
+    for lane_id, last_seq in zip(counted, last_seqs, strict=True):
+        yield Wait(db.lane_counter, lane_id, UPDATE)
+        tx.change(db.lane_counter, lane_id, last_seq=last_seq)
+    given: list[tuple[int, Given]] = [
+        (lane_id, Given(batch, *rest))
+        for lane_id, *rest in zip(lane_ids, seqs, outbox_ids, replay_ids, replay_seqs, strict=True)
+    ]
+
+    def deliver() -> None:
+        for lane_id, each in given:
+            db.deliveries.setdefault(lane_id, []).append(each)
+
+    tx.append(deliver)
+    tx.notes.append(("batch", (told, given)))
+    if awake:
+        db.wakeup = AWAKE
+    if given and others:
+        tx.notify(OWNERS, "")
+    back = sorted(each for each in given if each[0] in set(wanted))
+    rows = [{"batch": batch, **event_row(db, lane_id, g)} for lane_id, g in back]
+    return rows or [{"lane_id": None}]
+
+
+def event_row(db: Database, lane_id: int, given: Given) -> Row:
+    """A delivery with its event, as a lane reads it."""
+    event = db.outbox[given.outbox_id]
+    return {
+        "lane_id": lane_id,
+        "batch": given.batch,
+        "seq": given.seq,
+        "outbox_id": event.id,
+        "event_id": event.event_id,
+        "tenant": None,
+        "type": event.type,
+        "key": event.key,
+        "payload": event.payload,
+        "headers": None,
+        "published_at": event.created_at,
+        "expires_at": None if given.replay_id is not None else event.expires_at,
+        "was_seq": None,
+    }
+
+
+def _ranges(ranges: Sequence[Range]) -> tuple[tuple[int, int], ...]:
+    return tuple((r.lower, r.upper - 1) for r in ranges)
+
+
+@answers(cursor.CLOSE_OLD_GAPS)
+def close_old_gaps(db: Database, tx: Transaction, los: Sequence[int]) -> str:
+    for lo in los:
+        tx.put(db.gap, lo, None)
+    return f"DELETE {len(los)}"
+
+
+@answers(cursor.OPEN_OLD_GAPS)
+def open_old_gaps(db: Database, tx: Transaction, los: Sequence[int], his: Sequence[int]) -> str:
+    for lo, hi in zip(los, his, strict=True):
+        tx.put(db.gap, lo, {"lo": lo, "hi": hi})
+    return f"INSERT 0 {len(los)}"
+
+
+@answers(cursor.SIGN_CURSOR)
+def sign_cursor(db: Database, tx: Transaction, writer: int | None) -> Steps:
+    yield Wait(db.cursor, 1, EXCLUSIVE)
+    tx.change(db.cursor, 1, writer=writer)
+    return "UPDATE 1"
+
+
+@answers(cursor.SET_WAKEUP)
+def set_wakeup(db: Database, tx: Transaction, value: int) -> str:
+    db.wakeup = value
+    return "SELECT 1"
+
+
+@answers(cursor.SLEEP_UNTIL)
+def sleep_until(db: Database, tx: Transaction, for_s: int) -> list[Row]:
+    return [{"until": int(db.wall()) + for_s}]

@@ -1,0 +1,218 @@
+"""The tables and sequences of the schema, as the simulated server keeps them.
+
+What is only ever appended to is kept as lists, by lane where it is read by lane.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+from zlib import crc32
+
+from asyncpg import InFailedSQLTransactionError
+
+from tests.sim.database.engine import Engine, Table
+
+if TYPE_CHECKING:
+    import random
+    from uuid import UUID
+
+    from tests.sim.clockwork import World
+    from tests.sim.database.connection import Connection
+    from tests.sim.database.engine import Backend, Transaction
+
+SCHEMA = "relay"
+AWAKE = 1
+LOGGED_AHEAD = 32
+"""Values of a sequence that a crash may skip."""
+
+
+class Event(NamedTuple):
+    """A row of outbox."""
+
+    id: int
+    event_id: UUID
+    type: str
+    key: str | None
+    payload: str
+    created_at: datetime
+    expires_at: datetime | None
+    spread: int
+
+
+class Given(NamedTuple):
+    """A row of delivery, without its lane."""
+
+    batch: int
+    seq: int
+    outbox_id: int
+    replay_id: int | None
+    replay_seq: int | None
+
+
+class Tried(NamedTuple):
+    """A row of attempt, without its lane."""
+
+    batch: int
+    seq: int
+    attempt: int
+    outcome: str
+    replica_id: int
+    started_at: datetime
+
+
+class Batch(NamedTuple):
+    """A row of batch."""
+
+    batch: int
+    high: int
+    young: tuple[tuple[int, int], ...]
+    found: tuple[tuple[int, int], ...]
+    dead: tuple[tuple[int, int], ...]
+    lanes: tuple[int, ...]
+    writer: int | None
+    at: datetime
+
+
+@dataclass
+class Network:
+    """What lies between a process and the server."""
+
+    usual_s: float = 0.0005
+    """A message is on its way for about so long."""
+    stalled_until: float = 0.0
+    """Nothing gets through before; it is not lost, either."""
+
+
+class Database(Engine):
+    """The server with the schema in it, empty but for what a migration leaves.
+
+    Args:
+        skew_s: how far its clock is from the true one.
+    """
+
+    def __init__(self, world: World, rng: random.Random, skew_s: float = 0.0) -> None:
+        super().__init__(world, rng)
+        self.skew_s = skew_s
+        self.connections: list[Connection] = []
+        self.networks: dict[str, Network] = {}
+        self.connections_max = 10_000
+        # ------------------------------------------------------- the outbox
+        self.outbox: dict[int, Event] = {}
+        self.outbox_ids: list[int] = []
+        self.last_id = 0
+        self.wakeup = AWAKE
+        self.wakeup_on_disk = AWAKE
+        # -------------------------------------------------------- the relay
+        self.cursor = Table("cursor")
+        self.cursor.rows[1] = {"writer": None, "version": 1}
+        self.gap = Table("gap")
+        self.endpoint = Table("endpoint")
+        self.endpoint_health = Table("endpoint_health")
+        self.subscription = Table("subscription")
+        self.lane = Table("lane")
+        self.lane_counter = Table("lane_counter")
+        self.lane_progress = Table("lane_progress")
+        self.lane_block = Table("lane_block")
+        self.dead_letter = Table("dead_letter")
+        self.replay = Table("replay")
+        self.replica = Table("replica")
+        self.ownership = Table("ownership")
+        # The application's own: a counter for each key.
+        self.domain = Table("domain")
+        self.batches: list[Batch] = [
+            Batch(0, 0, (), (), (), (), None, datetime.fromtimestamp(world.EPOCH_S, UTC))
+        ]
+        self.deliveries: dict[int, list[Given]] = {}
+        self.attempts: dict[int, list[Tried]] = {}
+        self.journal: list[tuple[float, str, str, UUID | None, Any]] = []
+        self._serials: dict[str, int] = {}
+        # Answers that a mutant gives in place of ours.
+        self.changed: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------ time
+
+    def wall(self) -> float:
+        return self.world.wall() + self.skew_s
+
+    def clock_timestamp(self) -> datetime:
+        return datetime.fromtimestamp(self.wall(), UTC)
+
+    def later(self, seconds: float) -> datetime:
+        return datetime.fromtimestamp(self.wall() + seconds, UTC)
+
+    # ------------------------------------------------------------- sequences
+
+    def flag_seen_by(self, tx: Transaction) -> int:
+        """The wake-up flag: a sequence, whose value no snapshot hides."""
+        return self.wakeup
+
+    def serial(self, table: Table) -> int:
+        """The next id of a table; never given back."""
+        n = self._serials[table.name] = self._serials.get(table.name, 0) + 1
+        return n
+
+    def flushed(self) -> None:
+        self.wakeup_on_disk = self.wakeup
+
+    def crash(self) -> None:
+        super().crash()
+        self.last_id += self.rng.randrange(LOGGED_AHEAD)
+        # Set without waiting for the disk.
+        if self.rng.random() < 0.5:
+            self.wakeup = self.wakeup_on_disk
+
+    # --------------------------------------------------------------- inserts
+
+    def add_event(self, event: Event) -> None:
+        self.outbox[event.id] = event
+        insort(self.outbox_ids, event.id)
+
+    @staticmethod
+    def spread_of(key: str) -> int:
+        """A hash of a key; any will do that is always the same."""
+        return crc32(key.encode())
+
+    # ------------------------------------------------------------- two phases
+
+    def prepare(self, backend: Backend, gid: str) -> None:
+        """PREPARE TRANSACTION: it is nobody's session's any more, and survives a crash."""
+        tx = backend.transaction
+        if tx is None or tx.failed:
+            backend.client.answer(None, InFailedSQLTransactionError("the transaction is aborted"))
+            return
+        backend.end_transaction()
+        tx.gid = gid
+        self.prepared[gid] = tx
+        backend.client.answer("PREPARE TRANSACTION", None)
+
+    def end_prepared(self, backend: Backend, gid: str, *, commit: bool) -> None:
+        """COMMIT PREPARED or ROLLBACK PREPARED; done before is as good."""
+        tx = self.prepared.pop(gid, None)
+        if tx is None:
+            backend.client.answer("COMMIT PREPARED", None)
+        elif commit:
+            tx.explicit = False
+            backend.commit(tx)
+        else:
+            self.abort(tx)
+            backend.client.answer("ROLLBACK PREPARED", None)
+
+    # --------------------------------------------------------------- network
+
+    def refuses(self, connection: Connection) -> bool:
+        """Whether it takes no connection now."""
+        return not self.up or len(self.backends) >= self.connections_max
+
+    def network_of(self, process: str) -> Network:
+        """The way from this process."""
+        return self.networks.setdefault(process, Network())
+
+    def network_s(self, process: str) -> float:
+        """How long a message of this process, or to it, is on its way from now on."""
+        network = self.network_of(process)
+        u = self.rng.random()
+        trip_s = 2 * network.usual_s * u if u < 0.98 else 0.05 * self.rng.random()
+        return trip_s + max(network.stalled_until - self.world.now, 0.0)

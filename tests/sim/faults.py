@@ -1,0 +1,194 @@
+"""What goes wrong: each fault begins at some step of the run, and heals by itself.
+
+A step is anything that happens: so faults fall where most is done, between any two
+moves of a relay, a statement or a message.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Callable
+
+    from tests.sim.simulation import Simulation
+
+
+class Faults:
+    """Injects faults into a simulation.
+
+    Args:
+        rng: which, whom, for how long.
+    """
+
+    def __init__(self, simulation: Simulation, rng: random.Random) -> None:
+        self._sim = simulation
+        self._rng = rng
+        self.happened: list[tuple[float, str]] = []
+        self._kinds: list[tuple[int, Callable[[], str | None]]] = [
+            (5, self.kill_relay),
+            (5, self.freeze_relay),
+            (3, self.restart_relay),
+            (2, self.restart_database),
+            (4, self.terminate_backends),
+            (3, self.cut_connection),
+            (0, self.hang_connection),
+            (3, self.slow_network),
+            (3, self.stall_network),
+            (1, self.shift_a_clock),
+            (4, self.receiver_down),
+            (2, self.receiver_hangs),
+            (2, self.receiver_busy),
+        ]
+
+    def strike(self) -> None:
+        """One fault, of any kind."""
+        if self._sim.settling:
+            return
+        weights = [weight for weight, _ in self._kinds]
+        ((_, kind),) = self._rng.choices(self._kinds, weights)
+        what = kind()
+        if what is not None:
+            self._sim.tell(what)
+            self.happened.append((self._sim.world.now, what))
+
+    def _lasts_s(self) -> float:
+        """Shorter or longer than a lease, or than several."""
+        lease_s = self._sim.settings.lease_s
+        return lease_s * self._rng.choice((0.1, 0.5, 0.9, 1.1, 2.0, 4.0)) * self._rng.random() * 1.5
+
+    def _trouble(self, for_s: float = 0.0) -> None:
+        self._sim.trouble(for_s)
+
+    # ---------------------------------------------------------------- relays
+
+    def kill_relay(self) -> str | None:
+        """kill -9, and somebody starts it again later."""
+        relay = self._sim.any_relay(self._rng)
+        if relay is None:
+            return None
+        back_s = self._rng.choice((0.0, 0.5, self._lasts_s(), self._lasts_s()))
+        self._trouble(back_s)
+        self._sim.kill(relay, back_s)
+        return f"{relay.name} is killed, back in {back_s:.1f} s"
+
+    def freeze_relay(self) -> str | None:
+        """SIGSTOP … SIGCONT."""
+        relay = self._sim.any_relay(self._rng)
+        if relay is None or relay.frozen:
+            return None
+        for_s = self._lasts_s()
+        self._trouble(for_s)
+        self._sim.freeze(relay, for_s)
+        return f"{relay.name} is frozen for {for_s:.1f} s"
+
+    def restart_relay(self) -> str | None:
+        """SIGTERM, and a new one at once, or later."""
+        relay = self._sim.any_relay(self._rng)
+        if relay is None or relay.frozen:
+            return None
+        self._trouble(self._sim.settings.drain_s)
+        self._sim.stop(relay, self._rng.choice((0.0, self._lasts_s())))
+        return f"{relay.name} is told to stop"
+
+    # -------------------------------------------------------------- database
+
+    def restart_database(self) -> str | None:
+        """restart -m immediate."""
+        for_s = self._rng.choice((0.2, 1.0, self._lasts_s()))
+        self._trouble(for_s)
+        self._sim.crash_database(for_s)
+        return f"the database crashes for {for_s:.1f} s"
+
+    def terminate_backends(self) -> str | None:
+        """pg_terminate_backend of one session of a relay, or of many."""
+        db = self._sim.database
+        found = [b for b in db.backends.values() if b.name.startswith("outbox-relay")]
+        if not found:
+            return None
+        few = self._rng.random() < 0.7
+        chosen = [self._rng.choice(found)] if few else [b for b in found if self._rng.random() < 0.7]
+        self._trouble()
+        for backend in chosen:
+            backend.terminate()
+        return f"{len(chosen)} sessions are ended: {', '.join(b.name for b in chosen[:3])}"
+
+    def cut_connection(self) -> str | None:
+        """Reset, on the way."""
+        connection = self._sim.any_connection(self._rng)
+        if connection is None:
+            return None
+        self._trouble()
+        connection.cut()
+        return f"a connection of {connection.name} is cut"
+
+    def hang_connection(self) -> str | None:
+        """Half-open: nothing arrives any more, and nobody is told."""
+        connection = self._sim.any_connection(self._rng)
+        if connection is None:
+            return None
+        self._trouble()
+        connection.hang()
+        return f"a connection of {connection.name} hangs"
+
+    def slow_network(self) -> str | None:
+        """Everything between a relay and the database takes long."""
+        relay = self._sim.any_relay(self._rng)
+        if relay is None:
+            return None
+        for_s = self._lasts_s()
+        network = self._sim.database.network_of(relay.name)
+        network.usual_s = self._sim.settings.lease_s * self._rng.choice((0.005, 0.05, 0.2))
+        self._trouble(for_s)
+
+        def heal() -> None:
+            network.usual_s = 0.0005
+
+        self._sim.heal(for_s, heal)
+        return f"the network of {relay.name} is slow for {for_s:.1f} s"
+
+    def stall_network(self) -> str | None:
+        """Nothing gets through between a relay and the database; then all of it does."""
+        relay = self._sim.any_relay(self._rng)
+        if relay is None:
+            return None
+        for_s = self._lasts_s()
+        self._trouble(for_s)
+        self._sim.database.network_of(relay.name).stalled_until = self._sim.world.now + for_s
+        return f"the network of {relay.name} stalls for {for_s:.1f} s"
+
+    def shift_a_clock(self) -> str | None:
+        """The wall clock of a relay or of the database jumps."""
+        by_s = self._rng.choice((-3600.0, -30.0, 30.0, 3600.0)) * self._rng.random()
+        self._trouble()
+        relay = self._sim.any_relay(self._rng)
+        if relay is None or self._rng.random() < 0.3:
+            self._sim.database.skew_s += by_s
+            return f"the database's clock jumps by {by_s:.0f} s"
+        self._sim.clock_offset_s[relay.name] = by_s
+        relay.wall_offset_s = by_s
+        return f"the clock of {relay.name} is {by_s:.0f} s off"
+
+    # ------------------------------------------------------------- receivers
+
+    def receiver_down(self) -> str | None:
+        """Refuses connections."""
+        receiver = self._sim.any_receiver(self._rng)
+        for_s = self._lasts_s()
+        receiver.down_until = self._sim.world.now + for_s
+        return f"{receiver.name} is down for {for_s:.1f} s"
+
+    def receiver_hangs(self) -> str | None:
+        """Accepts, and never answers."""
+        receiver = self._sim.any_receiver(self._rng)
+        for_s = self._lasts_s()
+        receiver.hanging_until = self._sim.world.now + for_s
+        return f"{receiver.name} hangs for {for_s:.1f} s"
+
+    def receiver_busy(self) -> str | None:
+        """Answers 429 with Retry-After."""
+        receiver = self._sim.any_receiver(self._rng)
+        for_s = self._lasts_s()
+        receiver.busy_until = self._sim.world.now + for_s
+        return f"{receiver.name} is busy for {for_s:.1f} s"

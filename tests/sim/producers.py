@@ -1,0 +1,176 @@
+"""The application: transactions that publish, of every kind that makes a cursor's life hard.
+
+Versions of a key are counted under a row lock, which is let go after the commit, so
+their order is the order that every lane has to keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import asyncpg
+import orjson
+
+from tests.sim.database.connection import Connection
+from tests.sim.database.engine import EXCLUSIVE, Wait
+from tests.sim.database.tables import SCHEMA, Event
+
+if TYPE_CHECKING:
+    from tests.sim.clockwork import Process
+    from tests.sim.database.engine import Steps, Transaction
+    from tests.sim.database.tables import Database
+
+TROUBLE = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is published in a run."""
+
+    events: int
+    producers: int
+    keys: int
+    types: int
+    during_s: float
+    rollback: float = 0.1
+    keyless: float = 0.15
+    repeatable_read: float = 0.3
+    two_phase: float = 0.02
+    expires: float = 0.02
+
+
+def insert(db: Database, tx: Transaction, key: str | None, kind: str, ttl_s: float | None) -> Steps:
+    """INSERT INTO outbox, with the lock of the row that the event is about."""
+    version = 0
+    if key is not None:
+        yield Wait(db.domain, key, EXCLUSIVE)
+        row = tx.get(db.domain, key)
+        version = 1 if row is None else row["version"] + 1
+        tx.put(db.domain, key, {"version": version})
+    db.holders[tx.vxid] = None  # Taken before the sequence gives a value.
+    if db.rng.random() < 0.3:
+        yield db.pause_s()
+    db.last_id += 1
+    new = db.last_id
+    if db.rng.random() < 0.3:
+        yield db.pause_s()
+    event = Event(
+        new,
+        UUID(int=(new << 64) | 0x8000_0000_0000_0000),
+        kind,
+        key,
+        orjson.dumps({"k": key, "v": version}).decode(),
+        db.clock_timestamp(),
+        None if ttl_s is None else db.later(ttl_s),
+        new if key is None else db.spread_of(key),
+    )
+    tx.append(lambda: db.add_event(event))
+    tx.notes.append(("event", (new, tx.quiet)))
+    if db.flag_seen_by(tx) > db.wall() and not tx.quiet:
+        tx.notify(SCHEMA, "")
+    return f"INSERT 0 {new}"
+
+
+def look(db: Database, tx: Transaction) -> str:
+    """The first statement of a transaction: under REPEATABLE READ, its snapshot."""
+    tx.snapshot = {"wakeup": db.wakeup}
+    return "SELECT 1"
+
+
+class Producer:
+    """One connection of the application, one transaction after another."""
+
+    def __init__(self, database: Database, process: Process, load: Load, seed: int) -> None:
+        self._db = database
+        self._process = process
+        self._load = load
+        self._rng = random.Random(seed)
+        self._connection: Connection | None = None
+        self.calm = False
+
+    async def run(self, count: int) -> None:
+        """So many transactions, in bursts; the database's troubles are survived."""
+        rng, load = self._rng, self._load
+        clock = self._process.world
+        bursts = max(1, count // 8)
+        starts = sorted(rng.random() * load.during_s for _ in range(bursts))
+        for n, start in enumerate(starts):
+            await asyncio.sleep(max(start - clock.now, 0.0))
+            for _ in range(count // bursts + (n < count % bursts)):
+                with suppress(*TROUBLE):
+                    await self._transaction()
+                if rng.random() < 0.5:
+                    await asyncio.sleep(rng.random() * 0.05)
+
+    async def _open(self) -> Connection:
+        if self._connection is None or self._connection.is_closed():
+            self._connection = Connection(self._db, self._process, "shop")
+            await self._connection.open()
+        return self._connection
+
+    async def _transaction(self) -> None:
+        rng, load, db = self._rng, self._load, self._db
+        connection = await self._open()
+        await connection.control("BEGIN")
+        two_phase = rng.random() < load.two_phase
+        try:
+            if rng.random() < load.repeatable_read:
+                await connection.run(lambda tx: look(db, tx))
+                await self._dwell()
+            if two_phase:
+                await connection.run(lambda tx: _be_quiet(tx))
+            keys = sorted(self._key() or "" for _ in range(rng.choice((1, 1, 1, 2, 3))))
+            for key in keys:
+                ttl_s = 60 * rng.random() if rng.random() < load.expires else None
+                kind = f"t{rng.randrange(load.types)}.changed"
+                await connection.run(
+                    lambda tx, key=key, kind=kind, ttl_s=ttl_s: insert(
+                        db, tx, key or None, kind, ttl_s
+                    )
+                )
+                await self._dwell()
+            rolled_back = rng.random() < load.rollback
+            if two_phase:
+                await self._two_phases(connection, rolled_back)
+            else:
+                await connection.control("ROLLBACK" if rolled_back else "COMMIT")
+        except TROUBLE:
+            connection.terminate()
+            raise
+
+    async def _two_phases(self, connection: Connection, rolled_back: bool) -> None:
+        gid = f"{self._rng.random()}"
+        await connection._ask(lambda backend: self._db.prepare(backend, gid))
+        await asyncio.sleep(self._rng.random() * 20)
+        while True:
+            try:
+                other = await self._open()
+                end = self._db.end_prepared
+                await other._ask(lambda backend: end(backend, gid, commit=not rolled_back))
+            except TROUBLE:
+                await asyncio.sleep(1)
+            else:
+                return
+
+    async def _dwell(self) -> None:
+        """Hold the transaction open: mostly not at all, at times for long."""
+        u = self._rng.random()
+        if u < 0.7:
+            return
+        scale_s = 0.02 if u < 0.93 else 2.0 if u < 0.995 else 60.0
+        await asyncio.sleep(self._rng.random() * scale_s)
+
+    def _key(self) -> str | None:
+        if self._rng.random() < self._load.keyless:
+            return None
+        return f"k{self._rng.randrange(self._load.keys)}"
+
+
+def _be_quiet(tx: Transaction) -> Any:
+    tx.quiet = True
+    return "SET"

@@ -1,0 +1,143 @@
+"""The network to the receivers, and what these do with a request.
+
+A receiver processes a request at the moment at which it arrives; whether the relay
+ever learns that is another matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.answer import Answer, Failure
+
+if TYPE_CHECKING:
+    import random
+
+    from outbox.transport.port import Request
+    from tests.sim.checks import Checker
+    from tests.sim.clockwork import Process, World
+
+
+@dataclass
+class Receiver:
+    """One endpoint's receiver; shares are of its requests."""
+
+    name: str
+    busy: float = 0.05
+    """503."""
+    resets: float = 0.02
+    """Processed, and the connection reset before the answer."""
+    garbage: float = 0.01
+    hangs: float = 0.003
+    refuses: float = 0.01
+    """Of the events: 400, whenever they come."""
+    slow_s: float = 0.02
+    down_until: float = 0.0
+    """Refuses connections until then."""
+    hanging_until: float = 0.0
+    busy_until: float = 0.0
+    """Answers 429 with Retry-After."""
+    seen: set[str] = field(default_factory=set)
+    """Deliveries that it processed."""
+
+
+class Transport:
+    """One relay's way to all receivers."""
+
+    def __init__(
+        self,
+        world: World,
+        process: Process,
+        receivers: dict[str, Receiver],
+        checker: Checker,
+        rng: random.Random,
+    ) -> None:
+        self._world = world
+        self._process = process
+        self._receivers = receivers
+        self._checker = checker
+        self._rng = rng
+
+    async def send(self, request: Request) -> Answer:
+        """One attempt."""
+        world, rng = self._world, self._rng
+        receiver = self._receivers[request.url]
+        attempt = self._checker.begins(self._process, request)
+        started_at = world.now
+        answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def back(answer: Answer | None) -> None:
+            if answer is not None and not answered.done():
+                answered.set_result(answer)
+
+        def arrive() -> None:
+            delay_s, answer = self._process_it(receiver, attempt, world.now - started_at)
+            world.after(delay_s, self._process, back, answer)
+
+        try:
+            world.after(self._trip_s(), None, arrive)
+            try:
+                async with asyncio.timeout(request.total_timeout_s):
+                    answer = await answered
+            except TimeoutError:
+                answer = Answer.failed(Failure.TIMEOUT, "no answer", world.now - started_at)
+            if rng.random() < 0.2:
+                await asyncio.sleep(0)
+        finally:
+            self._checker.ends(attempt)
+        self._checker.answered(attempt, answer)
+        return answer
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+    def _trip_s(self) -> float:
+        u = self._rng.random()
+        return 0.002 * u if u < 0.97 else 0.5 * self._rng.random()
+
+    def _process_it(
+        self, receiver: Receiver, attempt: Any, elapsed_s: float
+    ) -> tuple[float, Answer | None]:
+        """What the receiver does with it: (after how long, which answer)."""
+        rng, now = self._rng, self._world.now
+        u = rng.random()
+        delay_s = self._trip_s() + receiver.slow_s * rng.random()
+
+        def failed(failure: Failure, detail: str) -> tuple[float, Answer]:
+            return delay_s, Answer.failed(failure, detail, elapsed_s + delay_s)
+
+        def of(status: int, **rest: Any) -> tuple[float, Answer]:
+            return delay_s, Answer.of(status, elapsed_s + delay_s, **rest)
+
+        if now < receiver.down_until:
+            return failed(Failure.CONNECT, "connection refused")
+        if now < receiver.hanging_until:
+            return 0.0, None
+        if now < receiver.busy_until:
+            return of(429, headers=(("retry-after", str(int(receiver.busy_until - now) + 1)),))
+        for share, what in (
+            (receiver.busy, "busy"),
+            (receiver.resets, "reset"),
+            (receiver.garbage, "garbage"),
+            (receiver.hangs, "hang"),
+        ):
+            if u < share:
+                break
+            u -= share
+        else:
+            what = "ok"
+        if what == "busy":
+            return of(503, body=b"busy")
+        if what == "garbage":
+            return failed(Failure.PROTOCOL, "not HTTP")
+        if attempt.outbox_number % 97 < 97 * receiver.refuses:
+            return of(400, body=b"no")
+        self._checker.processed(attempt)
+        if what == "hang":
+            return 0.0, None
+        if what == "reset":
+            return failed(Failure.RESET, "reset")
+        again = attempt.again and not attempt.is_replay
+        return of(409 if again and rng.random() < 0.1 else 200)
