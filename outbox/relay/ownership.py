@@ -123,10 +123,15 @@ class Ownership:
 
     async def _look(self) -> None:
         clock = asyncio.get_running_loop().time
-        alive, dead = self._watch.observe(await self._replicas.peers(), clock())
+        peers = await self._replicas.peers()
+        alive, dead = self._watch.observe(peers, clock())
         alive.add(self._me)
+        counters = {peer.id: peer.renewals for peer in peers}
         for replica_id in dead - {self._me}:
-            if await self._replicas.bury(replica_id, self._actor, BURIAL_LOCK_TIMEOUT_S):
+            # This answer may have come late, and whoever it tells of be alive and well.
+            if await self._replicas.bury(
+                replica_id, self._actor, BURIAL_LOCK_TIMEOUT_S, counters[replica_id]
+            ):
                 log.warning("a replica's lease ran out", replica=replica_id)
         wanted = [e for e in await self._replicas.free() if preferred(e, alive) == self._me]
         if wanted:

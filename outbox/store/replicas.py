@@ -44,13 +44,16 @@ UPDATE replica
 READ_PEERS = "SELECT id, renewals, lease_s FROM replica"
 
 # FOR UPDATE waits for a group of acknowledgements that is being written just
-# now, and shuts out every later one.
-LOCK_REPLICA = "SELECT name FROM replica WHERE id = $1 FOR UPDATE"
+# now, and shuts out every later one.  Whoever was judged by its counter ($2) is
+# only buried while it stands there: the answer that told of it may be an old one.
+LOCK_REPLICA = """
+SELECT name FROM replica WHERE id = $1 AND renewals = coalesce($2, renewals) FOR UPDATE
+"""
 
 BACKENDS = """
 SELECT count(pg_terminate_backend(a.pid))
   FROM replica r JOIN pg_stat_activity a ON a.pid = ANY (r.pids)
- WHERE r.id = $1 AND a.application_name = $2
+ WHERE r.id = $1 AND a.application_name = $2 AND r.renewals = coalesce($3, r.renewals)
 """
 
 # Whoever locks several rows of ownership takes them in the order of their ids: a
@@ -165,34 +168,41 @@ class ReplicaStore:
             Peer(r["id"], r["renewals"], r["lease_s"]) for r in await self._db.fetch(READ_PEERS)
         ]
 
-    async def bury(self, replica_id: int, actor: str, lock_timeout_s: float) -> bool:
+    async def bury(
+        self, replica_id: int, actor: str, lock_timeout_s: float, renewals: int | None = None
+    ) -> bool:
         """Free everything a dead replica owns, and fence it off.
 
+        Args:
+            renewals: the counter by which it was taken for dead; None: it is
+                known to have ended.
+
         Returns:
-            False when it is gone already, or when one of its sessions was in
-            the way and has been ended: look again.
+            False when it is gone already, has renewed its lease since then, or
+            when one of its sessions was in the way and has been ended: look again.
         """
+        name = application_name(replica_id)
         try:
             async with self._db.transaction():
                 await self._db.execute(f"SET LOCAL lock_timeout = {int(lock_timeout_s * 1000)}")
-                if await self._db.fetchval(LOCK_REPLICA, replica_id) is None:
+                if await self._db.fetchval(LOCK_REPLICA, replica_id, renewals) is None:
                     return False
                 # A frozen one may also be in the way where this lock does not tell:
                 # in the middle of an answer that nobody takes, on the cursor row.
                 with suppress(asyncpg.InsufficientPrivilegeError):
                     async with self._db.transaction():
-                        await self._db.execute(BACKENDS, replica_id, application_name(replica_id))
+                        await self._db.execute(BACKENDS, replica_id, name, renewals)
                 await self._db.execute(FREE_ALL, replica_id, actor, "lease ran out")
                 await self._db.execute(REMOVE_REPLICA, replica_id)
         except asyncpg.LockNotAvailableError:
-            await self._db.execute(BACKENDS, replica_id, application_name(replica_id))
+            await self._db.execute(BACKENDS, replica_id, name, renewals)
             return False
         return True
 
     async def leave(self, replica_id: int, actor: str) -> None:
         """A clean stop: everything is free at once."""
         async with self._db.transaction():
-            await self._db.execute(LOCK_REPLICA, replica_id)
+            await self._db.execute(LOCK_REPLICA, replica_id, None)
             await self._db.execute(FREE_ALL, replica_id, actor, "clean stop")
             await self._db.execute(REMOVE_REPLICA, replica_id)
 

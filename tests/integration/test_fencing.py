@@ -10,13 +10,14 @@ import pytest
 from outbox.core.steps import AttemptRow, DeadRange, Progress, Record
 from outbox.store.endpoint_changes import LOCK_EPOCH
 from outbox.store.records import Fenced, RecordStore
-from outbox.store.replicas import ReplicaStore
-from tests.support.relay import add_endpoint, fetchval
+from outbox.store.replicas import ReplicaStore, application_name
+from tests.support.relay import Network, add_endpoint, fetchval, running
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from uuid import UUID
 
+    from outbox.core.ownership import Peer
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -106,6 +107,53 @@ async def test_a_lane_of_an_earlier_epoch_writes_nothing_at_all(database: Databa
         await owner.records.write([success(lane, 1), failure(lane, 2)], [epoch, epoch])
     assert await fetchval(database, "SELECT count(*) FROM attempt") == 0
     assert await owner.records.checkpoint([(lane, epoch, Progress(1, 1, 1))]) == set()
+
+
+async def test_a_replica_that_renewed_since_it_was_judged_is_not_buried(
+    database: Database,
+) -> None:
+    endpoint_id, lane = await _endpoint(database)
+    old, new = await Replica(database).start(), await Replica(database).start()
+    epoch = await old.claim(endpoint_id)
+    await old.replicas.set_pids(old.id, [old.connection.get_server_pid()])
+    await old.connection.execute(f"SET application_name = '{application_name(old.id)}'")
+    assert await old.replicas.renew(old.id)
+    assert not await new.replicas.bury(old.id, "test", 1.0, renewals=0)
+    # Not even its sessions are ended when its row cannot be had.
+    await old.connection.execute("BEGIN; SELECT FROM replica FOR UPDATE")
+    assert not await new.replicas.bury(old.id, "test", 0.1, renewals=0)
+    await old.connection.execute("COMMIT")
+    await old.records.write([success(lane, 1)], [epoch])
+    assert await new.replicas.bury(old.id, "test", 1.0, renewals=1)
+
+
+OTHER_LEASE_S = 0.2
+RENEW_OTHER = "UPDATE replica SET renewals = renewals + 1 WHERE id = $1"
+
+
+async def test_an_answer_that_comes_late_buries_nobody(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It tells of a counter that stood still for a moment, and is heard a lease later."""
+    connection = await database.connect(**SESSION)
+    other_id = await ReplicaStore(connection).register("other", "0", OTHER_LEASE_S)
+    clock = asyncio.get_running_loop().time
+    looks: list[set[int]] = []
+    read_peers = ReplicaStore.peers
+
+    async def late(self: ReplicaStore) -> list[Peer]:
+        peers = await read_peers(self)
+        looks.append({peer.id for peer in peers})
+        if len(looks) == 2:
+            await connection.execute(RENEW_OTHER, other_id)
+            heard_at = clock() + 2 * OTHER_LEASE_S
+            await until(lambda: clock() > heard_at, what="a lease to pass")
+        return peers
+
+    monkeypatch.setattr(ReplicaStore, "peers", late)
+    async with running(database, Network(), lease_s=30.0 * OTHER_LEASE_S):
+        await until(lambda: len(looks) > 2, 20, "another look")
+    assert other_id in looks[2]
 
 
 async def test_a_burial_waits_for_a_group_under_way_and_then_sees_it(database: Database) -> None:
