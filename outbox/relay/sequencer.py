@@ -52,6 +52,9 @@ notify for so long: they commit one at a time then, however slow the disk is."""
 ASLEEP_S = 60
 """How far ahead the flag says "may be asleep"; renewed at half of it."""
 WATCH_MIN_S, WATCH_MAX_S = 0.002, 0.05
+TAKEN_S = 0.05
+"""Who finds the cursor row taken looks again after so long: it does not sleep, because
+the flag may say "awake", and what it was woken for may still have to be read."""
 BROKEN_RETRY_S = 5.0
 STAND_BY_MIN_S = 0.05
 """Who stands by looks no more often than this, however often it is rung for."""
@@ -131,7 +134,10 @@ class Sequencer:
                 continue
             if turn is Turn.MOVED and (self.cursor.more or not self._notified):
                 continue
-            if turn is Turn.TAKEN or self._asleep_until:
+            if turn is Turn.TAKEN:
+                # Whoever holds the row need not say when it lets go of it.
+                await self._bell.wait(min(TAKEN_S, self._settings.poll_s))
+            elif self._asleep_until:
                 await self._sleep()
             elif not self._notified:
                 await self._bell.wait(self._settings.poll_s)
@@ -209,7 +215,7 @@ class Sequencer:
     async def _sleep(self) -> None:
         """Wait for a ring, the end of a watched producer, or the next look."""
         clock = asyncio.get_running_loop().time
-        renew_at = self._asleep_until - ASLEEP_S / 2 if self._asleep_until else math.inf
+        renew_at = self._asleep_until - ASLEEP_S / 2
         look_at = min(clock() + self._settings.poll_s, renew_at)
         step_s = WATCH_MIN_S
         watched = self.cursor.watched

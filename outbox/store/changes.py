@@ -9,10 +9,9 @@ by an endpoint that is gone, and in no dead-letter range.
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
 import orjson
 
 from outbox.store.connect import map_errors
@@ -49,22 +48,15 @@ async def change(connection: Connection[Any], schema: str) -> AsyncIterator[int]
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
     with map_errors(schema):
-        try:
-            # READ COMMITTED, whatever the default here: under REPEATABLE READ
-            # the newest batch would be the one from before the wait.
-            async with connection.transaction(isolation="read_committed"):
-                await connection.execute(LOCK_CURSOR)
-                batch: int = await connection.fetchval(READ_BATCH)
-                yield batch + 1
-                await connection.execute(RAISE_VERSION)
-                # Sent when this commits, so relays never look too early.
-                await connection.execute(WAKE_ALL)
-        except Exception:
-            # A sequencer that was woken meanwhile found the cursor taken, and
-            # sleeps on: what it was woken for is still to be read.
-            with suppress(asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
-                await connection.execute(WAKE_ALL)
-            raise
+        # READ COMMITTED, whatever the default here: under REPEATABLE READ
+        # the newest batch would be the one from before the wait.
+        async with connection.transaction(isolation="read_committed"):
+            await connection.execute(LOCK_CURSOR)
+            batch: int = await connection.fetchval(READ_BATCH)
+            yield batch + 1
+            await connection.execute(RAISE_VERSION)
+            # Sent when this commits, so relays never look too early.
+            await connection.execute(WAKE_ALL)
 
 
 async def write_journal(

@@ -208,6 +208,18 @@ async def test_a_change_that_fails_does_not_swallow_a_wake_up(database: Database
         await relay.sequenced(own_id)
 
 
+async def test_whoever_lets_go_of_the_cursor_need_not_say_so(database: Database) -> None:
+    """An operator that is killed says nothing, nor does a replica that only came by."""
+    producer, holder = await database.connect(), await database.connect()
+    async with sleeper(database) as relay:
+        await relay.asleep()
+        await holder.execute("BEGIN; SELECT FROM relay.cursor FOR UPDATE")
+        own_id = await producer.fetchval(INSERT)
+        await until(lambda: relay.store.refusals, what="the sequencer to be woken")
+        await holder.close()
+        await relay.sequenced(own_id)
+
+
 async def test_the_flag_is_renewed_while_asleep(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
