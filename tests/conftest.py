@@ -5,6 +5,7 @@
 --seed N     repeats the random choices of an earlier run
 --kills N    how often the end-to-end test kills the relay (default 3)
 --cursor-seconds N   how long the adversarial producers go on (default: 6)
+--model-size N   how much of the protocols is explored, 1 to 3 (default: 1)
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=6.0,
         metavar="N",
         help="how long the adversarial producers go on; default: 6",
+    )
+    group.addoption(
+        "--model-size",
+        type=int,
+        choices=(1, 2, 3),
+        default=1,
+        metavar="N",
+        help="how much of the protocols is explored, from 1 to 3; default: 1",
     )
 
 
@@ -144,6 +153,13 @@ def cursor_seconds(request: pytest.FixtureRequest) -> float:
     """How long the adversarial producers go on."""
     seconds: float = request.config.getoption("--cursor-seconds")
     return seconds
+
+
+@pytest.fixture
+def model_size(request: pytest.FixtureRequest) -> int:
+    """How much of the protocols is explored."""
+    size: int = request.config.getoption("--model-size")
+    return size
 
 
 @pytest.fixture(scope="session")
