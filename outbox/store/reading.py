@@ -20,10 +20,13 @@ AWAKE = 1
 """The wake-up flag's value while the relay reads without being asked."""
 
 # Who may still insert an id that was already allocated.  The lock is taken
-# before the allocation and belongs to the top transaction until its end.
+# before the allocation and belongs to the top transaction until its end.  Whoever
+# asks for the sequence's last value takes it, too: not counted here, or each gap
+# would be taken for our own for a while.  (A prepared transaction has no pid.)
 HOLDERS = """
 SELECT virtualtransaction FROM pg_locks
  WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND relation = $1
+   AND pid IS DISTINCT FROM pg_backend_pid()
    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
 """
 

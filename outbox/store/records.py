@@ -135,7 +135,8 @@ owed AS (
 buried AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
                              replica_id)
-    SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, ended.state, 0, $1 FROM owed, ended),
+    SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, ended.state, 0, $1 FROM owed, ended
+     ORDER BY lane_id),
 unblocked AS (
     DELETE FROM lane_block b USING ended, lane l
      WHERE l.endpoint_id = ended.id AND b.lane_id = l.id),

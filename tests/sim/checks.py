@@ -145,7 +145,7 @@ class Checker:
         self.troubled_until = 0.0
         self.troubled_from: float | None = None
         self.violations: list[Violation] = []
-        self._at_requests: dict[int, list[Callable[[], None]]] = {}
+        self._at_requests: dict[int, list[Callable[[Process], None]]] = {}
         self.duplicates = 0
         self.requests = 0
         self.latencies: list[float] = []
@@ -300,8 +300,8 @@ class Checker:
 
     # --------------------------------------------------------------- the wire
 
-    def at_request(self, number: int, callback: Callable[[], None]) -> None:
-        """Call this when so many requests were begun."""
+    def at_request(self, number: int, callback: Callable[[Process], None]) -> None:
+        """Call this, with the process that begins it, when so many requests were begun."""
         self._at_requests.setdefault(number, []).append(callback)
 
     def begins(self, process: Process, request: Request) -> Attempt:
@@ -327,7 +327,7 @@ class Checker:
         )
         self.requests += 1
         for callback in self._at_requests.pop(self.requests, ()):
-            callback()
+            callback(process)
         self._check_begin(book, attempt)
         book.open.add(attempt)
         return attempt

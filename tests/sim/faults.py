@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
+    from tests.sim.clockwork import Process
     from tests.sim.simulation import Simulation
 
 
@@ -25,6 +26,7 @@ class Faults:
     def __init__(self, simulation: Simulation, rng: random.Random) -> None:
         self._sim = simulation
         self._rng = rng
+        self._victim: Process | None = None
         self.happened: list[tuple[float, str]] = []
         self._kinds: list[tuple[int, Callable[[], str | None]]] = [
             (5, self.kill_relay),
@@ -42,10 +44,15 @@ class Faults:
             (2, self.receiver_busy),
         ]
 
-    def strike(self) -> None:
-        """One fault, of any kind."""
+    def strike(self, victim: Process | None = None) -> None:
+        """One fault, of any kind.
+
+        Args:
+            victim: the relay that it hits, if it hits one; by chance if not said.
+        """
         if self._sim.settling:
             return
+        self._victim = victim
         weights = [weight for weight, _ in self._kinds]
         ((_, kind),) = self._rng.choices(self._kinds, weights)
         what = kind()
@@ -61,11 +68,16 @@ class Faults:
     def _trouble(self, for_s: float = 0.0) -> None:
         self._sim.trouble(for_s)
 
+    def _relay(self) -> Process | None:
+        if self._victim is not None and not self._victim.dead and self._rng.random() < 0.8:
+            return self._victim
+        return self._sim.any_relay(self._rng)
+
     # ---------------------------------------------------------------- relays
 
     def kill_relay(self) -> str | None:
         """kill -9, and somebody starts it again later."""
-        relay = self._sim.any_relay(self._rng)
+        relay = self._relay()
         if relay is None:
             return None
         back_s = self._rng.choice((0.0, 0.5, self._lasts_s(), self._lasts_s()))
@@ -75,7 +87,7 @@ class Faults:
 
     def freeze_relay(self) -> str | None:
         """SIGSTOP … SIGCONT."""
-        relay = self._sim.any_relay(self._rng)
+        relay = self._relay()
         if relay is None or relay.frozen:
             return None
         for_s = self._lasts_s()
@@ -85,7 +97,7 @@ class Faults:
 
     def restart_relay(self) -> str | None:
         """SIGTERM, and a new one at once, or later."""
-        relay = self._sim.any_relay(self._rng)
+        relay = self._relay()
         if relay is None or relay.frozen:
             return None
         self._trouble(self._sim.settings.drain_s)
@@ -134,7 +146,7 @@ class Faults:
 
     def slow_network(self) -> str | None:
         """Everything between a relay and the database takes long."""
-        relay = self._sim.any_relay(self._rng)
+        relay = self._relay()
         if relay is None:
             return None
         for_s = self._lasts_s()
@@ -150,7 +162,7 @@ class Faults:
 
     def stall_network(self) -> str | None:
         """Nothing gets through between a relay and the database; then all of it does."""
-        relay = self._sim.any_relay(self._rng)
+        relay = self._relay()
         if relay is None:
             return None
         for_s = self._lasts_s()
@@ -162,7 +174,7 @@ class Faults:
         """The wall clock of a relay or of the database jumps."""
         by_s = self._rng.choice((-3600.0, -30.0, 30.0, 3600.0)) * self._rng.random()
         self._trouble()
-        relay = self._sim.any_relay(self._rng)
+        relay = self._relay()
         if relay is None or self._rng.random() < 0.3:
             self._sim.database.skew_s += by_s
             return f"the database's clock jumps by {by_s:.0f} s"

@@ -7,21 +7,19 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import orjson
-
 from outbox.config import Settings
+from outbox.core.endpoint import EndpointSettings
 from outbox.core.retry import RetryPolicy
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
 from outbox.store.replicas import listener_name
 from tests.sim.checks import Checker, Violation
 from tests.sim.clockwork import Process, World
+from tests.sim.database import endpoints
 from tests.sim.database.connection import Connection
-from tests.sim.database.statements.operators import new_progress
 from tests.sim.database.tables import Database
 from tests.sim.faults import Faults
 from tests.sim.operators import Operator
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HOUR_S = 3600.0
-SECRET = "whsec_c2ltdWxhdGVkIHNlY3JldCBvZiAzMiBieXRlcw=="
 TAKE_OVER_LEASES = 1.5
 """What a dead replica owned is claimed by another one within so many leases."""
 SETTLE_LEASES = 12
@@ -105,6 +102,7 @@ class Simulation:
         self._on_tell = on_tell
         self.world = World(random.Random(rng.random()))
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
+        self.database.signals = rng.random() < 0.5
         lease_s = rng.choice((10.0, 30.0, 60.0, 60.0, 120.0))
         poll_s = min(lease_s / 5, 60.0)
         self.settings = Settings(
@@ -146,74 +144,27 @@ class Simulation:
     # ------------------------------------------------------------- the set-up
 
     def _endpoint(self, n: int) -> None:
-        rng, db = self._rng, self.database
-        endpoint_id = UUID(int=rng.getrandbits(128))
-        lanes = rng.choice((1, 1, 2, 3))
+        rng = self._rng
         retry = RetryPolicy(
-            base_s=rng.choice((0.5, 5.0, 20.0)), factor=2.0, cap_s=40.0,
+            base_s=rng.choice((0.5, 5.0, 20.0)),
+            factor=2.0,
+            cap_s=40.0,
             attempts_max=rng.choice((3, 5, 8)),
         )
-        since = datetime.fromtimestamp(self.world.wall(), UTC)
-        url = f"http://receiver-{n}.test/"
-        types = rng.choice((["**"], ["t0.changed", "t1.changed"]))
-        db.endpoint.rows[endpoint_id] = {
-            "id": endpoint_id,
-            "name": f"e{n}",
-            "state": "active",
-            "url": url,
-            "method": "POST",
-            "headers": "{}",
-            "types": types,
-            "tenant": None,
-            "all_tenants": False,
-            "filter": None,
-            "connect_timeout_s": 5.0,
-            "total_timeout_s": 15.0,
-            "retry": orjson.dumps(retry.to_dict()).decode(),
-            "retryable": None,
-            "on_dead_letter": rng.choice(("continue", "continue", "block")),
-            "backlog_count_max": rng.choice((None, None, 5)),
-            "backlog_age_max_s": rng.choice((None, None, 600.0)),
-            "disable_after_s": 3 * 86400.0,
-            "generation": 1,
-            "resumes": 0,
-            "lanes": lanes,
-            "secret": SECRET,
-        }
-        db.endpoint_health.rows[endpoint_id] = {
-            "endpoint_id": endpoint_id,
-            "epoch": 0,
-            "state": "healthy",
-            "since": since,
-            "resumes": 0,
-            "held_until": None,
-            "last_answer": None,
-        }
-        db.subscription.rows[endpoint_id, 1] = {
-            "endpoint_id": endpoint_id,
-            "from_batch": 1,
-            "to_batch": None,
-            "types": types,
-            "tenant": None,
-            "all_tenants": False,
-            "filter": None,
-        }
-        db.ownership.rows[endpoint_id] = {
-            "endpoint_id": endpoint_id,
-            "replica_id": None,
-            "epoch": 0,
-        }
-        for slot in range(lanes):
-            lane_id = db.serial(db.lane)
-            lane = {"id": lane_id, "endpoint_id": endpoint_id, "generation": 1, "slot": slot}
-            db.lane.rows[lane_id] = lane
-            db.lane_counter.rows[lane_id] = {"lane_id": lane_id, "last_seq": 0}
-            db.lane_progress.rows[lane_id] = new_progress(lane_id, endpoint_id, 0, 0)
+        settings = EndpointSettings(
+            name=f"e{n}",
+            url=f"http://receiver-{n}.test/",
+            types=rng.choice((("**",), ("t0.changed", "t1.changed"))),
+            retry=retry,
+            on_dead_letter=rng.choice(("continue", "continue", "block")),
+            backlog_count_max=rng.choice((None, None, 5)),
+            backlog_age_max_s=rng.choice((None, None, 600.0)),
+            lanes=rng.choice((1, 1, 2, 3)),
+        )
+        for lane in endpoints.add(self.database, UUID(int=rng.getrandbits(128)), settings):
             self.checker.know(lane)
-        self.receivers[url] = Receiver(
-            f"e{n}",
-            busy=rng.choice((0.0, 0.05, 0.3)),
-            slow_s=rng.choice((0.01, 0.5)),
+        self.receivers[settings.url] = Receiver(
+            settings.name, busy=rng.choice((0.0, 0.05, 0.3)), slow_s=rng.choice((0.01, 0.5))
         )
 
     # ---------------------------------------------------------------- relays
@@ -386,18 +337,20 @@ class Simulation:
     def _plan_faults(self) -> None:
         """By the time, by the step, and most of them while something is being sent."""
         rng, world = self._rng, self.world
-        requests = self._load.events * len(self.receivers)
+        requests = self._load.events * len(self.receivers) * 2 // 3 + 2
         for _ in range(rng.choice((0, 5, 20, 40))):
             u = rng.random()
-            if u < 0.5:
-                self.checker.at_request(
-                    rng.randrange(1, requests), lambda: world.after(
-                        rng.expovariate(100), None, self.faults.strike)
-                )
+            if u < 0.6:
+                self.checker.at_request(rng.randrange(1, requests), self._strike_soon)
             elif u < 0.75:
                 world.at_step(int(rng.expovariate(1 / 20_000)), self.faults.strike)
             else:
                 world.at(rng.random() * self._peace_at, None, self.faults.strike)
+
+    def _strike_soon(self, process: Process) -> None:
+        """While it sends: before the answer, when that is written, or a little later."""
+        delay_s = self.world.rng.expovariate(30)
+        self.world.after(delay_s, None, self.faults.strike, process)
 
     def _make_peace(self) -> None:
         world, database = self.world, self.database

@@ -99,6 +99,8 @@ class Database(Engine):
         self.connections: list[Connection] = []
         self.networks: dict[str, Network] = {}
         self.connections_max = 10_000
+        # Whether sessions can be ended by others; behind a pooler they cannot.
+        self.signals = True
         # ------------------------------------------------------- the outbox
         self.outbox: dict[int, Event] = {}
         self.outbox_ids: list[int] = []

@@ -109,19 +109,29 @@ def set_lock_timeout(db: Database, tx: Transaction, milliseconds: str) -> str:
 
 
 @answers(replicas.LOCK_REPLICA)
-def lock_replica(db: Database, tx: Transaction, replica_id: int) -> Steps:
-    if tx.get(db.replica, replica_id) is None:
+def lock_replica(
+    db: Database, tx: Transaction, replica_id: int, renewals: int | None
+) -> Steps:
+    def meant() -> bool:
+        row = tx.get(db.replica, replica_id)
+        return row is not None and renewals in (None, row["renewals"])
+
+    if not meant():
         return []
     yield Wait(db.replica, replica_id, EXCLUSIVE)
-    row = tx.get(db.replica, replica_id)
-    return [] if row is None else [{"name": row["name"]}]
+    return [{"name": "a replica"}] if meant() else []
 
 
 @answers(replicas.BACKENDS)
-def end_backends(db: Database, tx: Transaction, replica_id: int, name: str) -> list[Row]:
+def end_backends(
+    db: Database, tx: Transaction, replica_id: int, name: str, renewals: int | None
+) -> list[Row]:
     row = tx.get(db.replica, replica_id)
-    pids = [] if row is None else row["pids"]
-    ended = [b for pid in pids if (b := db.backends.get(pid)) is not None and b.name == name]
+    if row is None or not db.signals or renewals not in (None, row["renewals"]):
+        return [{"count": 0}]
+    ended = [
+        b for pid in row["pids"] if (b := db.backends.get(pid)) is not None and b.name == name
+    ]
     for backend in ended:
         db.world.after(db.pause_s(), None, backend.terminate)
     return [{"count": len(ended)}]

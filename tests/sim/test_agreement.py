@@ -1,0 +1,208 @@
+
+"""The simulated server answers as a real one does."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.endpoint import EndpointSettings
+from outbox.store import endpoint_changes
+from tests.sim.agreement import POLICY, SCHEMA, Script
+from tests.sim.clockwork import Process, World
+from tests.sim.database import endpoints
+from tests.sim.database.connection import Connection
+from tests.sim.database.tables import Database as Simulated
+from tests.sim.database.tables import Event
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from tests.support.postgres import Database
+
+PATH = {"server_settings": {"search_path": SCHEMA}}
+SETTINGS = [
+    EndpointSettings(name="e0", url="http://e0.test/", lanes=1, retry=POLICY),
+    EndpointSettings(
+        name="e1", url="http://e1.test/", lanes=2, types=("t0.changed",), retry=POLICY
+    ),
+    EndpointSettings(
+        name="e2", url="http://e2.test/", lanes=3, retry=POLICY, on_dead_letter="block"
+    ),
+]
+STEPS = 150
+
+# What stands in both, and must be the same.
+TABLES = {
+    "lane": "SELECT id, generation, slot FROM lane ORDER BY 1",
+    "lane_counter": "SELECT lane_id, last_seq FROM lane_counter ORDER BY 1",
+    "lane_progress": """SELECT lane_id, epoch, acked_seq, delivered_seq, floor_batch, head_seq,
+                               attempts, spent FROM lane_progress ORDER BY 1""",
+    "lane_block": "SELECT lane_id, seq FROM lane_block ORDER BY 1",
+    "ownership": "SELECT replica_id, epoch FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id ORDER BY e.name",
+    "endpoint": "SELECT name, state, generation, lanes, resumes FROM endpoint ORDER BY 1",
+    "endpoint_health": """SELECT e.name, h.epoch, h.state, h.resumes FROM endpoint_health h
+                          JOIN endpoint e ON e.id = h.endpoint_id ORDER BY 1""",
+    "subscription": """SELECT e.name, s.from_batch, s.to_batch FROM subscription s
+                       JOIN endpoint e ON e.id = s.endpoint_id ORDER BY 1, 2""",
+    "dead_letter": """SELECT id, lane_id, batch, seq, to_seq, outbox_id, reason, attempts, state
+                        FROM dead_letter ORDER BY 1""",
+    "replay": "SELECT id, dead_id, next_seq, next_batch, to_seq FROM replay ORDER BY 1",
+    "replica": "SELECT id, renewals FROM replica ORDER BY 1",
+    "cursor": "SELECT writer, version FROM cursor",
+    "gap": "SELECT lo, hi FROM gap ORDER BY 1",
+    "batch": "SELECT batch, high, lanes FROM batch ORDER BY 1",
+    "delivery": """SELECT lane_id, batch, seq, outbox_id, replay_id, replay_seq
+                     FROM delivery ORDER BY 1, 2, 3""",
+    "attempt": """SELECT lane_id, batch, seq, attempt, outcome, replica_id
+                    FROM attempt ORDER BY 1, 2, 3, 4, 6""",
+}
+
+
+class RealSide:
+    """PostgreSQL."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.endpoint_ids: list[UUID] = []
+
+    async def set_up(self) -> None:
+        self._db = await self.connect()
+        for settings in SETTINGS:
+            added = await endpoint_changes.add(self._db, SCHEMA, settings, actor="test")
+            self.endpoint_ids.append(added.id)
+
+    async def connect(self) -> Any:
+        return await self._database.connect(**PATH)
+
+    async def publish(self, events: list[tuple[str, str | None]], *, commit: bool) -> None:
+        transaction = self._db.transaction()
+        await transaction.start()
+        for kind, key in events:
+            await self._db.execute(
+                "INSERT INTO outbox (type, key, payload) VALUES ($1, $2, '{}')", kind, key
+            )
+        await (transaction.commit() if commit else transaction.rollback())
+
+    async def lapse(self, replica_id: int) -> None:
+        await self._db.execute(
+            "UPDATE replica SET expires_at = clock_timestamp() WHERE id = $1", replica_id
+        )
+
+    async def spreads(self) -> dict[str, int]:
+        rows = await self._db.fetch(
+            "SELECT k, hashtextextended(k, 0) & 9223372036854775807 AS spread "
+            "FROM unnest('{k0,k1,k2,k3}'::text[]) k"
+        )
+        return {r["k"]: r["spread"] for r in rows}
+
+    async def tables(self) -> dict[str, Any]:
+        found = {name: await self._db.fetch(sql) for name, sql in TABLES.items()}
+        return {name: [tuple(row) for row in rows] for name, rows in found.items()}
+
+
+class SimulatedSide:
+    """Ours."""
+
+    def __init__(self, endpoint_ids: list[UUID], spreads: dict[str, int]) -> None:
+        self.world = World(random.Random(1))
+        self.database = Simulated(self.world, random.Random(2))
+        self.database.spread_of = spreads.__getitem__  # type: ignore[method-assign]
+        self.process = Process(self.world, "script")
+        self.endpoint_ids = endpoint_ids
+        for endpoint_id, settings in zip(endpoint_ids, SETTINGS, strict=True):
+            endpoints.add(self.database, endpoint_id, settings)
+        # Each addition raised the version.
+        self.database.cursor.rows[1]["version"] += len(endpoint_ids)
+
+    async def connect(self) -> Any:
+        connection = Connection(self.database, self.process, "script")
+        await connection.open()
+        return connection
+
+    async def publish(self, events: list[tuple[str, str | None]], *, commit: bool) -> None:
+        db = self.database
+        for kind, key in events:
+            db.last_id += 1
+            spread = db.last_id if key is None else db.spread_of(key)
+            now = db.clock_timestamp()
+            if commit:
+                event_id = self.endpoint_ids[0]
+                db.add_event(Event(db.last_id, event_id, kind, key, "{}", now, None, spread))
+
+    async def lapse(self, replica_id: int) -> None:
+        self.database.replica.rows[replica_id]["expires_at"] = self.database.wall()
+
+    async def tables(self) -> dict[str, Any]:
+        db = self.database
+        names = {i: f"e{n}" for n, i in enumerate(self.endpoint_ids)}
+
+        def rows(table: Any, *columns: str) -> list[tuple[Any, ...]]:
+            return sorted(tuple(row[c] for c in columns) for row in table.rows.values())
+
+        def named(table: Any, *columns: str) -> list[tuple[Any, ...]]:
+            found = table.rows.values()
+            return sorted((names[r["endpoint_id"]], *(r[c] for c in columns)) for r in found)
+
+        dead = ("id", "lane_id", "batch", "seq", "to_seq", "outbox_id", "reason", "attempts")
+        progress = ("lane_id", "epoch", "acked_seq", "delivered_seq", "floor_batch", "head_seq")
+        return {
+            "lane": rows(db.lane, "id", "generation", "slot"),
+            "lane_counter": rows(db.lane_counter, "lane_id", "last_seq"),
+            "lane_progress": rows(db.lane_progress, *progress, "attempts", "spent"),
+            "lane_block": rows(db.lane_block, "lane_id", "seq"),
+            "ownership": [row[1:] for row in named(db.ownership, "replica_id", "epoch")],
+            "endpoint": rows(db.endpoint, "name", "state", "generation", "lanes", "resumes"),
+            "endpoint_health": named(db.endpoint_health, "epoch", "state", "resumes"),
+            "subscription": named(db.subscription, "from_batch", "to_batch"),
+            "dead_letter": rows(db.dead_letter, *dead, "state"),
+            "replay": rows(db.replay, "id", "dead_id", "next_seq", "next_batch", "to_seq"),
+            "replica": rows(db.replica, "id", "renewals"),
+            "cursor": rows(db.cursor, "writer", "version"),
+            "gap": rows(db.gap, "lo", "hi"),
+            "batch": [(b.batch, b.high, list(b.lanes)) for b in db.batches],
+            "delivery": sorted((i, *g) for i, given in db.deliveries.items() for g in given),
+            "attempt": sorted(
+                (i, a.batch, a.seq, a.attempt, a.outcome, a.replica_id)
+                for i, tried in db.attempts.items()
+                for a in tried
+            ),
+        }
+
+
+@pytest.mark.parametrize("n", range(6))
+async def test_the_simulated_server_answers_as_a_real_one(
+    database: Database, rng: random.Random, n: int
+) -> None:
+    seed = rng.getrandbits(32) + n
+    print(f"script {seed}")
+    real = RealSide(database)
+    await real.set_up()
+    expected, tables = await Script(real, random.Random(seed)).play(STEPS)
+
+    simulated = SimulatedSide(real.endpoint_ids, await real.spreads())
+    script = Script(simulated, random.Random(seed))
+    # On its own event loop, whose clock is nobody else's.
+    playing = simulated.process.run(script.play(STEPS))
+    outside(simulated.world, playing)
+    said, kept = playing.result()
+    for step, (got, wanted) in enumerate(zip(said, expected, strict=True)):
+        assert got == wanted, f"step {step}, of script {seed}"
+    for name, rows in tables.items():
+        assert kept[name] == rows, f"{name}, of script {seed}"
+
+
+def outside(world: World, playing: Any) -> None:
+    """Run a world from inside of a test that has an event loop of its own."""
+    import asyncio
+
+    running = asyncio.events._get_running_loop()
+    asyncio.events._set_running_loop(None)
+    try:
+        world.run(1e9, playing.done)
+    finally:
+        asyncio.events._set_running_loop(running)
+
+
