@@ -6,6 +6,7 @@ import asyncio
 import functools
 import getpass
 import shlex
+import signal
 import socket
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -93,6 +94,17 @@ async def database(settings: Settings, *, current: bool = True) -> AsyncIterator
 def run_async(main: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine to its end."""
     return asyncio.run(main)
+
+
+async def until_told(work: Coroutine[Any, Any, T]) -> T:
+    """Run it; a closed terminal or SIGTERM takes it down as Ctrl-C does."""
+    running = asyncio.ensure_future(work)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def warn(message: str) -> None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import shutil
-import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import json_option
+from outbox.cli.common import json_option, run_async, until_told
 from outbox.cli.output import emit_json, style
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from outbox.demo.run import Result
 
 
@@ -57,24 +53,13 @@ def command(events: int, seed: int | None, major: int | None, as_json: bool) -> 
 
     tell("starting PostgreSQL, three receivers and a relay …")
     chosen = random.SystemRandom().randrange(1_000_000) if seed is None else seed
-    result = asyncio.run(_until_told(run(events, chosen, major, live=live, tell=tell)))
+    result = run_async(until_told(run(events, chosen, major, live=live, tell=tell)))
     if as_json:
         _emit(result)
     else:
         _show(result)
     if not result.proof.good:
         raise click.exceptions.Exit(1)
-
-
-async def _until_told(demo: Coroutine[Any, Any, Result]) -> Result:
-    """Run the demo; a closed terminal or SIGTERM takes it down as Ctrl-C does."""
-    running = asyncio.ensure_future(demo)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, running.cancel)
-    try:
-        return await running
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
 
 
 def _emit(result: Result) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import random
-import signal
-import sys
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,15 +13,14 @@ from outbox.core.retry import RetryPolicy
 from outbox.core.signature import parse_secret
 from outbox.demo.shop import CLERKS
 from outbox.embedded import EmbeddedPostgres
-from outbox.embedded.launch import command
 from outbox.receiver.server import Outcome, Receiver
+from outbox.relay.child import RelayProcess
 from outbox.store import dsn, endpoint_changes
 from outbox.store.connect import connect
 from outbox.store.migrate import migrate
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from asyncpg import Connection
 
@@ -34,7 +29,7 @@ if TYPE_CHECKING:
     from outbox.store.dsn import Dsn
 
 SCHEMA = "relay"
-LEASE_S = 1.0
+RELAY_SETTINGS = {"OUTBOX_LEASE_S": "1", "OUTBOX_DRAIN_S": "3"}
 RETRY = RetryPolicy(base_s=0.03, factor=2.0, cap_s=1.0, attempts_max=12)
 
 
@@ -98,63 +93,6 @@ class Destination:
         self.per_lane[message.lane] = self.per_lane.get(message.lane, 0) + 1
 
 
-class RelayProcess:
-    """`outbox relay` as a process that is killed and started again."""
-
-    def __init__(self, database: str, log_path: Path) -> None:
-        self._environment = {
-            **{k: v for k, v in os.environ.items() if not k.startswith(("OUTBOX_", "PG"))},
-            "OUTBOX_DSN": database,
-            "OUTBOX_LEASE_S": str(LEASE_S),
-            "OUTBOX_DRAIN_S": "3",
-            # The receivers listen on this machine, which is refused by default.
-            "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
-            "OUTBOX_LOG_FORMAT": "json",
-        }
-        self._log_path = log_path
-        self._process: asyncio.subprocess.Process | None = None
-        self.kills = 0
-
-    @property
-    def pid(self) -> int | None:
-        """The running process."""
-        return self._process.pid if self._process is not None else None
-
-    async def start(self) -> None:
-        """Start it; it ends with this process, whatever happens."""
-        with self._log_path.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command([sys.executable, "-m", "outbox", "relay"], account=None),
-                env=self._environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-            )
-
-    async def kill(self) -> None:
-        """kill -9: no goodbye, no hand-over."""
-        await self._end(signal.SIGKILL)
-        self.kills += 1
-
-    async def stop(self) -> None:
-        """SIGTERM: drain and stop."""
-        await self._end(signal.SIGTERM)
-
-    async def _end(self, number: signal.Signals) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.returncode is None:
-            process.send_signal(number)
-        await process.wait()
-
-    def last_words(self) -> str:
-        """The end of its log, for when it went wrong."""
-        lines = self._log_path.read_text(errors="replace").splitlines()
-        return lines[-1] if lines else "it said nothing"
-
-
 @dataclass(slots=True)
 class Stage:
     """Everything that is set up."""
@@ -187,7 +125,8 @@ async def stage(seed: int, major: int | None) -> AsyncIterator[Stage]:
         destinations = [
             await _destination(stack, control, plan, seed + n) for n, plan in enumerate(PLANS)
         ]
-        relay = RelayProcess(postgres.dsn(), postgres.log_path.with_name("relay.log"))
+        log_path = postgres.log_path.with_name("relay.log")
+        relay = RelayProcess(postgres.dsn(), log_path, RELAY_SETTINGS)
         stack.push_async_callback(relay.stop)
         await relay.start()
         yield Stage(postgres.version, address, control, destinations, relay)
