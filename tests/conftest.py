@@ -4,6 +4,7 @@
              (default: every one there is, without fetching)
 --seed N     repeats the random choices of an earlier run
 --kills N    how often the end-to-end test kills the relay (default 3)
+--prove-minutes N    how long outbox prove goes on, end to end (default: 0.2)
 --cursor-seconds N   how long the adversarial producers go on (default: 6)
 --model-size N   how much of the protocols is explored, 1 to 3 (default: 1)
 """
@@ -43,6 +44,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--kills", type=int, default=3, metavar="N", help="kill -9 of the relay, end to end"
+    )
+    group.addoption(
+        "--prove-minutes",
+        type=float,
+        default=0.2,
+        metavar="N",
+        help="how long outbox prove goes on, end to end; default: 0.2",
     )
     group.addoption("--seed", type=int, metavar="N", help="the seed of the random tests")
     group.addoption(

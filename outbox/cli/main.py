@@ -61,6 +61,7 @@ COMMANDS = (
     Entry("status", "Show what is owed, failing and running.", _LOOK),
     Entry("doctor", "Look at preconditions and health, and say what to do.", _LOOK),
     Entry("dead", "List, show, replay and discard dead letters.", _LOOK),
+    Entry("prove", "Run relays under faults on your database, and judge them.", _LOOK),
     Entry("verify", "Prove from the tables that nothing is lost.", _LOOK),
 )
 

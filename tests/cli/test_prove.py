@@ -1,0 +1,73 @@
+"""`outbox prove` says in one line what it cannot do, before it does anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outbox.prove.plan import KINDS
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+
+def test_help_names_every_fault(outbox: Command) -> None:
+    help_ = outbox("prove", "--help").out
+    assert [name for name in KINDS if f"    {name} " not in help_] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minutes", "61"], "--minutes"),
+        (["--minutes", "60", "--rate", "1000"], "lower --minutes or --rate"),
+        (["--faults", "kill,flood"], 'there is no fault "flood"; there are: kill, freeze'),
+        (["--faults", "restart"], "use --embedded"),
+        (["--receiver", "shop.example.com"], "must be a URL"),
+        (["--embedded", "--dsn", "postgresql://localhost/app"], "say one"),
+        (["--embedded", "--keep"], "--keep"),
+    ],
+)
+def test_wrong_usage(outbox: Command, words: list[str], said: str) -> None:
+    result = outbox("prove", *words)
+    assert result.code == 2
+    assert said in result.error
+
+
+def test_without_a_database_it_names_the_one_that_can_be_had(outbox: Command) -> None:
+    result = outbox("prove")
+    assert result.code == 3
+    assert "--embedded" in result.error
+
+
+def test_a_proxy_that_pools_is_refused(outbox: Command) -> None:
+    result = outbox("prove", OUTBOX_DSN="postgresql://localhost/app", OUTBOX_POOLED="true")
+    assert result.code == 3
+    assert "direct connection" in result.error
+
+
+def test_a_schema_that_is_there_is_not_touched(outbox: Command, database: Database) -> None:
+    migrated = outbox("migrate", "--schema", "outbox_prove_7", OUTBOX_DSN=database.dsn)
+    assert migrated.code == 0
+    result = outbox("prove", "--seed", "7", OUTBOX_DSN=database.dsn)
+    assert result.code == 3
+    assert "is there already" in result.err
+    shown = outbox("status", "--json", "--schema", "outbox_prove_7", OUTBOX_DSN=database.dsn)
+    assert shown.code == 0
+
+
+def test_too_few_connections_are_told_before_it_begins(outbox: Command, database: Database) -> None:
+    result = outbox("prove", "--replicas", "16", OUTBOX_DSN=database.dsn)
+    assert result.code == 3
+    assert "lower --replicas" in result.err
+
+
+def test_a_certificate_with_a_name_is_refused_before_anything_is_made(outbox: Command) -> None:
+    dsn = "postgresql://127.0.0.1:1/app?sslmode=verify-full"
+    result = outbox("prove", OUTBOX_DSN=dsn)
+    assert result.code == 3
+    assert "verify-ca" in result.err
