@@ -97,7 +97,9 @@ class LaneBook:
     done_through: int = 0
     done: set[int] = field(default_factory=set)
     """Numbers whose sender got a success, above `done_through`."""
-    open: set[Attempt] = field(default_factory=set)
+    done_at: dict[int, float] = field(default_factory=dict)
+    """When the sender of a number got a success, last."""
+    open: dict[Attempt, None] = field(default_factory=dict)
 
     def end(self, seq: int) -> None:
         self.ended.add(seq)
@@ -143,7 +145,8 @@ class Checker:
         self._acked: dict[int, int] = {}
         # Until then something is or was wrong, so nothing has to be quick.
         self.troubled_until = 0.0
-        self.troubled_from: float | None = None
+        # Until then an acknowledgement may have been lost.
+        self.harmed_until = 0.0
         self.violations: list[Violation] = []
         self._at_requests: dict[int, list[Callable[[Process], None]]] = {}
         self.duplicates = 0
@@ -329,7 +332,7 @@ class Checker:
         for callback in self._at_requests.pop(self.requests, ()):
             callback(process)
         self._check_begin(book, attempt)
-        book.open.add(attempt)
+        book.open[attempt] = None
         return attempt
 
     @reports
@@ -351,6 +354,8 @@ class Checker:
             book.finish(0)
             if book.done_through < seq - 1:
                 raise Violation("order", f"{where} is sent before {book.done_through + 1} ended")
+        if seq in book.done_at and book.done_at[seq] > self.harmed_until:
+            raise Violation("copy", f"{where} is sent again after its success, without need")
         previous = attempt.previous
         if not 0 <= previous < seq or any(n not in book.dead for n in range(previous + 1, seq)):
             raise Violation("previous", f"{where} says {previous}, which was not the last one")
@@ -363,12 +368,12 @@ class Checker:
 
     def ends(self, attempt: Attempt) -> None:
         """A request is over, answered or closed."""
-        self.lanes[attempt.lane].open.discard(attempt)
+        self.lanes[attempt.lane].open.pop(attempt, None)
 
     def died(self, process: Process) -> None:
         """Its requests are closed by the system."""
         for book in self.lanes.values():
-            book.open = {a for a in book.open if a.process is not process}
+            book.open = {a: None for a in book.open if a.process is not process}
 
     @reports
     def thawed(self, process: Process) -> None:
@@ -393,7 +398,9 @@ class Checker:
     def answered(self, attempt: Attempt, answer: Answer) -> None:
         """The relay has the answer."""
         if answer.status is not None and (200 <= answer.status <= 299 or answer.status == 409):
-            self.lanes[attempt.lane].finish(attempt.seq)
+            book = self.lanes[attempt.lane]
+            book.finish(attempt.seq)
+            book.done_at[attempt.seq] = self._world.now
 
     @reports
     def processed(self, attempt: Attempt) -> None:

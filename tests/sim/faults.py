@@ -65,8 +65,8 @@ class Faults:
         lease_s = self._sim.settings.lease_s
         return lease_s * self._rng.choice((0.1, 0.5, 0.9, 1.1, 2.0, 4.0)) * self._rng.random() * 1.5
 
-    def _trouble(self, for_s: float = 0.0) -> None:
-        self._sim.trouble(for_s)
+    def _trouble(self, whom: Process | None, for_s: float = 0.0) -> None:
+        self._sim.trouble(whom, for_s)
 
     def _relay(self) -> Process | None:
         if self._victim is not None and not self._victim.dead and self._rng.random() < 0.8:
@@ -81,7 +81,7 @@ class Faults:
         if relay is None:
             return None
         back_s = self._rng.choice((0.0, 0.5, self._lasts_s(), self._lasts_s()))
-        self._trouble(back_s)
+        self._trouble(relay, back_s)
         self._sim.kill(relay, back_s)
         return f"{relay.name} is killed, back in {back_s:.1f} s"
 
@@ -91,7 +91,7 @@ class Faults:
         if relay is None or relay.frozen:
             return None
         for_s = self._lasts_s()
-        self._trouble(for_s)
+        self._trouble(relay, for_s)
         self._sim.freeze(relay, for_s)
         return f"{relay.name} is frozen for {for_s:.1f} s"
 
@@ -100,7 +100,7 @@ class Faults:
         relay = self._relay()
         if relay is None or relay.frozen:
             return None
-        self._trouble(self._sim.settings.drain_s)
+        self._sim.trouble(relay, self._sim.settings.drain_s, harm=False)
         self._sim.stop(relay, self._rng.choice((0.0, self._lasts_s())))
         return f"{relay.name} is told to stop"
 
@@ -109,7 +109,7 @@ class Faults:
     def restart_database(self) -> str | None:
         """restart -m immediate."""
         for_s = self._rng.choice((0.2, 1.0, self._lasts_s()))
-        self._trouble(for_s)
+        self._trouble(None, for_s)
         self._sim.crash_database(for_s)
         return f"the database crashes for {for_s:.1f} s"
 
@@ -121,7 +121,7 @@ class Faults:
             return None
         few = self._rng.random() < 0.7
         chosen = [self._rng.choice(found)] if few else [b for b in found if self._rng.random() < 0.7]
-        self._trouble()
+        self._trouble(None)
         for backend in chosen:
             backend.terminate()
         return f"{len(chosen)} sessions are ended: {', '.join(b.name for b in chosen[:3])}"
@@ -131,7 +131,7 @@ class Faults:
         connection = self._sim.any_connection(self._rng)
         if connection is None:
             return None
-        self._trouble()
+        self._trouble(connection.process)
         connection.cut()
         return f"a connection of {connection.name} is cut"
 
@@ -140,7 +140,7 @@ class Faults:
         connection = self._sim.any_connection(self._rng)
         if connection is None:
             return None
-        self._trouble()
+        self._trouble(connection.process)
         connection.hang()
         return f"a connection of {connection.name} hangs"
 
@@ -152,7 +152,7 @@ class Faults:
         for_s = self._lasts_s()
         network = self._sim.database.network_of(relay.name)
         network.usual_s = self._sim.settings.lease_s * self._rng.choice((0.005, 0.05, 0.2))
-        self._trouble(for_s)
+        self._trouble(relay, for_s)
 
         def heal() -> None:
             network.usual_s = 0.0005
@@ -166,14 +166,14 @@ class Faults:
         if relay is None:
             return None
         for_s = self._lasts_s()
-        self._trouble(for_s)
+        self._trouble(relay, for_s)
         self._sim.database.network_of(relay.name).stalled_until = self._sim.world.now + for_s
         return f"the network of {relay.name} stalls for {for_s:.1f} s"
 
     def shift_a_clock(self) -> str | None:
         """The wall clock of a relay or of the database jumps."""
         by_s = self._rng.choice((-3600.0, -30.0, 30.0, 3600.0)) * self._rng.random()
-        self._trouble()
+        self._trouble(None)
         relay = self._relay()
         if relay is None or self._rng.random() < 0.3:
             self._sim.database.skew_s += by_s

@@ -123,6 +123,7 @@ class Simulation:
         self._running: dict[str, tuple[Relay, asyncio.Task[Any]]] = {}
         # When one that ends by itself is started again, apart from a second.
         self._back_s: dict[str, float] = {}
+        self._unwell_until: dict[str, float] = {}
         self.clock_offset_s: dict[str, float] = {}
         self.receivers: dict[str, Receiver] = {}
         self.settling = False
@@ -175,6 +176,7 @@ class Simulation:
             return
         process = self.relays[name] = Process(self.world, name)
         process.wall_offset_s = self.clock_offset_s.get(name, 0.0)
+        self.trouble(process, 0.0, harm=False)
         rng = random.Random(self._rng.random())
         transport = Transport(self.world, process, self.receivers, self.checker, rng)
         relay = Relay(
@@ -223,18 +225,16 @@ class Simulation:
             self._expect_take_over(relay)
 
     def _expect_take_over(self, relay: Process) -> None:
-        """If nothing else goes wrong, what it owned is soon owned by others."""
-        calm_since = self.world.now - 3 * self.settings.lease_s
-        others = [r for r in self.relays.values() if not r.dead and not r.frozen and r is not relay]
-        struck = [at for at, _ in self.faults.happened if at > calm_since]
-        if struck or self.world.now < 3 * self.settings.lease_s or not others:
+        """If the others are well, they soon own what it owned."""
+        others = [r for r in self.relays.values() if not r.dead and r is not relay]
+        limit_s = TAKE_OVER_LEASES * self.settings.lease_s + 2
+        if not others or not all(self._well(r) for r in others):
             return
         rows = list(self.database.ownership.rows.values())
         mine = [r for r in rows if self.checker.owns(relay, r["replica_id"])]
-        faults = len(self.faults.happened)
 
         def look() -> None:
-            if len(self.faults.happened) > faults + 1 or self.settling:
+            if self.settling or not all(self._well(r) for r in others):
                 return
             for row in mine:
                 new = self.database.ownership.rows[row["endpoint_id"]]
@@ -243,7 +243,10 @@ class Simulation:
                     text = f"{relay.name} still owns {row['endpoint_id']}"
                     self.checker.violations.append(Violation("take-over", text))
 
-        self.world.after(TAKE_OVER_LEASES * self.settings.lease_s + 2, None, look)
+        self.world.after(limit_s, None, look)
+
+    def _well(self, relay: Process) -> bool:
+        return not relay.dead and self._unwell_until.get(relay.name, 0.0) < self.world.now
 
     def stop(self, relay: Process, back_s: float) -> None:
         """SIGTERM; and SIGKILL if it is still there after a while, as a supervisor does it."""
@@ -274,10 +277,18 @@ class Simulation:
         """A fault ends."""
         self.world.after(after_s, None, what)
 
-    def trouble(self, for_s: float) -> None:
-        """Something is wrong until then, and has to be got over after it."""
+    def trouble(self, whom: Process | None, for_s: float, *, harm: bool = True) -> None:
+        """Something is wrong for so long, with one relay or all, and has to be got over after it.
+
+        Args:
+            harm: an acknowledgement may be lost by it.
+        """
         until = self.world.now + for_s + 3 * self.settings.lease_s + 60
         self.checker.troubled_until = max(self.checker.troubled_until, until)
+        if harm:
+            self.checker.harmed_until = max(self.checker.harmed_until, until)
+        for name in self.relays if whom is None else [whom.name]:
+            self._unwell_until[name] = max(self._unwell_until.get(name, 0.0), until)
 
     def any_relay(self, rng: random.Random) -> Process | None:
         """One that lives."""
@@ -305,7 +316,6 @@ class Simulation:
         rng, world = self._rng, self.world
         for n in range(rng.choice((1, 2, 3, 4))):
             self._endpoint(n)
-        self.trouble(0.0)
         for n in range(self._replicas):
             world.at(rng.random() * 5, None, self.start, f"relay-{n}")
         share = self._load.events // self._load.producers or 1

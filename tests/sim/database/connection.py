@@ -36,7 +36,7 @@ class Connection(Client):
     def __init__(self, database: Database, process: Process, name: str) -> None:
         self._database = database
         self._world = database.world
-        self._process = process
+        self.process = process
         self.name = name
         self.backend: Backend | None = None
         self.hangs = False
@@ -50,7 +50,7 @@ class Connection(Client):
     # ------------------------------------------------------------- the wire
 
     def _trip_s(self) -> float:
-        return self._database.network_s(self._process.name)
+        return self._database.network_s(self.process.name)
 
     def _to_server(self, callback: Callable[..., None], *args: Any) -> None:
         if self.hangs:
@@ -63,10 +63,10 @@ class Connection(Client):
             callback(*args)
 
     def _to_client(self, callback: Callable[..., None], *args: Any) -> None:
-        if self.hangs or self._process.dead:
+        if self.hangs or self.process.dead:
             return
         self._to_client_at = max(self._to_client_at, self._world.now + self._trip_s())
-        self._world.at(self._to_client_at, self._process, self._at_client, callback, args)
+        self._world.at(self._to_client_at, self.process, self._at_client, callback, args)
 
     def _at_client(self, callback: Callable[..., None], args: Any) -> None:
         if not self.hangs:
@@ -88,7 +88,7 @@ class Connection(Client):
             if not opened.done():
                 opened.set_exception(ConnectionRefusedError("no server listens there"))
 
-        self._process.on_death.append(self.abandon)
+        self.process.on_death.append(self.abandon)
         self._database.connections.append(self)
         self._to_server(at_server)
         await opened
@@ -197,7 +197,7 @@ class Connection(Client):
 
     def terminate(self) -> None:
         """Close at once."""
-        if self._closed or self._process.dead:
+        if self._closed or self.process.dead:
             return
         self._closed = True
         if self.backend is not None:
