@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
+from outbox.errors import DatabaseUnavailable
+from outbox.store.backends import Worker, working
 from outbox.store.connect import connect, learn_types
 from outbox.store.replicas import listener_name
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Collection
+
     from asyncpg import Connection
 
     from outbox.config import Settings
@@ -49,7 +54,7 @@ class Connections:
         self._dsn = dsn
         self._settings = settings
 
-    async def worker(self, name: str) -> Connection[Any]:
+    async def worker(self, name: str) -> Worker:
         """A connection to work on.
 
         Args:
@@ -61,6 +66,7 @@ class Connections:
             self._dsn,
             schema=settings.schema_name,
             application_name=name,
+            connection_class=Worker,
             server_settings={
                 **SESSION_SETTINGS,
                 # Not the DSN's: a burial finds our sessions by this name.
@@ -70,11 +76,30 @@ class Connections:
             pooled=settings.pooled,
         )
         try:
-            await learn_types(connection)
-        except BaseException:
+            async with asyncio.timeout(self._dsn.connect_timeout_s):
+                await learn_types(connection)
+        except BaseException as error:
             connection.terminate()
+            if isinstance(error, TimeoutError):
+                raise DatabaseUnavailable(f"{self._dsn} took a login and says nothing") from error
             raise
+        assert isinstance(connection, Worker)
         return connection
+
+    @property
+    def working(self) -> Callable[[Collection[int]], Awaitable[set[int]]] | None:
+        """Tells which of some backends are at work; None where nobody can say."""
+        return None if self._settings.pooled else self._ask
+
+    async def _ask(self, pids: Collection[int]) -> set[int]:
+        connection = await connect(
+            self._dsn, schema=self._settings.schema_name, application_name="outbox-relay"
+        )
+        try:
+            async with asyncio.timeout(self._dsn.connect_timeout_s):
+                return await working(connection, pids)
+        finally:
+            connection.terminate()
 
     async def listener(self, replica_id: int) -> Connection[Any]:
         """A connection for LISTEN."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from outbox.errors import OutboxError
-from outbox.store.connect import TROUBLE
+from outbox.store.connect import TROUBLE, in_one_line
 from outbox.store.notify import OWNERS_SUFFIX, RECONFIGURED
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Listener:
             try:
                 await self._listen()
             except (*TROUBLE, OutboxError) as error:
-                log.warning("listening was interrupted", reason=str(error), retry_s=delay_s)
+                log.warning("listening was interrupted", reason=in_one_line(error), retry_s=delay_s)
             else:
                 log.warning("the listening connection was closed", retry_s=RECONNECT_MIN_S)
                 delay_s = RECONNECT_MIN_S
@@ -76,8 +76,9 @@ class Listener:
         lost = asyncio.Event()
         try:
             connection.add_termination_listener(lambda _: lost.set())
-            await connection.add_listener(self._schema, self._heard)
-            await connection.add_listener(self._schema + OWNERS_SUFFIX, self._heard_owners)
+            async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                await connection.add_listener(self._schema, self._heard)
+                await connection.add_listener(self._schema + OWNERS_SUFFIX, self._heard_owners)
             self._producers.ring()
             self._owners.ring()
             while not lost.is_set():

@@ -14,7 +14,7 @@ import structlog
 import outbox
 from outbox.errors import OutboxError
 from outbox.relay.session import Session
-from outbox.store.connect import TROUBLE
+from outbox.store.connect import TROUBLE, in_one_line
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _why_survivable(error: Exception, *, registered: bool) -> str:
     first = leaves[0]
     if isinstance(first, Fenced):
         return "the lease ran out or another replica took over"
-    return f"{type(first).__name__}: {first}".strip().partition("\n")[0]
+    return in_one_line(first)
 
 
 def _leaves(error: Exception) -> Iterator[Exception]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -22,6 +22,7 @@ from outbox.relay.maintenance import maintain
 from outbox.relay.ownership import Ownership, keep_lease
 from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
+from outbox.relay.watchdog import Watchdog, answering
 from outbox.store.care import CareStore
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
@@ -35,13 +36,15 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from asyncpg import Connection
-
     from outbox.config import Settings
     from outbox.relay.connections import Connections
+    from outbox.store.backends import Worker
     from outbox.transport.port import Transport
 
 log = structlog.get_logger("outbox.relay")
+
+REGISTER_S = 30.0
+"""Time to register, on top of a lease in which another session may be in the way."""
 
 
 class Session:
@@ -92,20 +95,24 @@ class Session:
 
         async with AsyncExitStack() as stack:
             control = await self._connect(stack, "outbox-relay")
-            await require_current(control, settings.schema_name)
             replicas = ReplicaStore(control)
-            if self.replica_id is not None:
-                await replicas.bury(self.replica_id, f"replica {self.replica_id}", settings.lease_s)
-            started_at = loop.time()
-            me = await replicas.register(self._name, self._version, settings.lease_s)
+            with answering(control, settings.lease_s + REGISTER_S, "register a replica"):
+                await require_current(control, settings.schema_name)
+                if self.replica_id is not None:
+                    await replicas.bury(
+                        self.replica_id, f"replica {self.replica_id}", settings.lease_s
+                    )
+                started_at = loop.time()
+                me = await replicas.register(self._name, self._version, settings.lease_s)
             self.replica_id = me
             lease.renewed(started_at)
             own_name = application_name(me)
             connections = [await self._connect(stack, own_name) for _ in range(6)]
             for_renewal, for_cursor, for_reader, for_records, for_care, for_upkeep = connections
-            await replicas.set_pids(
-                me, [c.get_server_pid() for c in (for_cursor, for_reader, for_records, for_care)]
-            )
+            if not settings.pooled:  # A proxy's are everybody's.
+                # Whoever hangs may still hold a lock, such as the maintainer's.
+                with answering(control, settings.lease_s, "register its connections"):
+                    await replicas.set_pids(me, [c.get_server_pid() for c in connections])
             log.info("replica registered", replica=me, lease_s=settings.lease_s)
 
             events, owners, health = Bell(), Bell(), Bell()
@@ -145,6 +152,18 @@ class Session:
                 notified=self._listening,
                 wants=dispatcher.wants,
             )
+            watchdog = Watchdog(
+                {
+                    "ownership": control,
+                    "sequencing": for_cursor,
+                    "reading": for_reader,
+                    "recording": for_records,
+                    "care": for_care,
+                    "upkeep": for_upkeep,
+                },
+                self._connections.working,
+                settings.lease_s,
+            )
             care = Caretaker(
                 CareStore(for_care, settings.schema_name, me), dispatcher, health, self._now
             )
@@ -152,6 +171,7 @@ class Session:
                 cut = tasks.create_task(_cut_at_the_end(control, *connections))
                 delivering = tasks.create_task(dispatcher.run())
                 background = [
+                    tasks.create_task(watchdog.run()),
                     tasks.create_task(keep_lease(ReplicaStore(for_renewal), me, lease)),
                     tasks.create_task(recorder.run()),
                     tasks.create_task(care.run()),
@@ -193,14 +213,14 @@ class Session:
                 cut.cancel()
             self.replica_id = None
 
-    async def _connect(self, stack: AsyncExitStack, name: str) -> Connection[Any]:
+    async def _connect(self, stack: AsyncExitStack, name: str) -> Worker:
         connection = await self._connections.worker(name)
         # Not closed politely: after a failure that could wait for ever.
         stack.callback(connection.terminate)
         return connection
 
 
-async def _cut_at_the_end(*connections: Connection[Any]) -> None:
+async def _cut_at_the_end(*connections: Worker) -> None:
     """Cut connections as soon as the session ends.
 
     Whoever is cancelled inside a transaction rolls it back and waits for the

@@ -61,6 +61,7 @@ async def connect(
     application_name: str = "outbox",
     server_settings: Mapping[str, str] | None = None,
     pooled: bool = False,
+    connection_class: type[Connection[Any]] = asyncpg.Connection,
 ) -> Connection[Any]:
     """Open a connection whose search path is the schema alone.
 
@@ -75,6 +76,7 @@ async def connect(
         pooled: the DSN leads to a proxy that pools transactions.  Nothing is
             set then, because it would leak into other clients' sessions: the
             role itself must have the search path.
+        connection_class: what to make of it.
 
     Raises:
         DatabaseUnavailable: no server, no login, no such database.
@@ -97,6 +99,7 @@ async def connect(
         # Names of prepared statements would be unknown to the next server.
         arguments["statement_cache_size"] = 0
         settings = {}
+    arguments["connection_class"] = connection_class
     connection = await _connect_first(dsn, arguments, settings)
     try:
         _keep_alive(connection, {**_KEEPALIVES, **dsn.keepalives})
@@ -123,7 +126,8 @@ SELECT $1::bigint[], $2::integer[], $3::real[], $4::double precision[], $5::bool
 
 async def learn_types(connection: Connection[Any]) -> None:
     """Meet every type of ours before there is something to deliver."""
-    await connection.prepare(LEARN_TYPES)
+    # Not prepared: behind a proxy its name would stay with somebody else's session.
+    await connection.fetchrow(LEARN_TYPES, *[None] * 10)
 
 
 async def _connect_first(
@@ -208,6 +212,14 @@ def _connect_failure(dsn: Dsn, address: tuple[str, int], error: Exception) -> Ou
         case _:
             text = f"{where} cannot be used: {said or type(error).__name__}"
     return DatabaseUnavailable(text)
+
+
+def in_one_line(error: BaseException) -> str:
+    """What was raised, in one line for the log."""
+    said = _first_line(error)
+    if isinstance(error, OutboxError) and said:
+        return said
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
 def _wants_tls(dsn: Dsn) -> bool:

@@ -125,7 +125,7 @@ def relay(database: Database, network: Network, **settings: Any) -> Relay:
     """A relay that has not been started."""
     given: Mapping[str, Any] = {"dsn": database.dsn, "lease_s": 1.0, "drain_s": 5.0, **settings}
     values = Settings(**given)
-    address = dsn.parse(database.dsn, source="test", env={})
+    address = dsn.parse(given["dsn"], source="test", env={})
     return Relay(values, network, Connections(address, values))
 
 

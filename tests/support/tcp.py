@@ -27,8 +27,8 @@ async def listening(handler: Handler) -> AsyncIterator[int]:
         connections.add(task)
         try:
             await handler(reader, writer)
-        except (OSError, asyncio.IncompleteReadError):
-            pass  # The client went first.
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # The client went first, or the block ended.
         finally:
             connections.discard(task)
             writer.close()
@@ -60,6 +60,70 @@ def forward_to(socket_path: str) -> Handler:
             back.close()
 
     return handler
+
+
+class Line:
+    """A connection through `Lines`."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        """Whether everything is taken, on both sides, and nothing passed on."""
+        self._ends: list[asyncio.StreamWriter] = []
+
+    def cut(self) -> None:
+        """End it without a word."""
+        for end in self._ends:
+            end.transport.abort()
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass on what comes, and the end of it."""
+        while data := await reader.read(65536):
+            if not self.hangs:
+                writer.write(data)
+                await writer.drain()
+        if not self.hangs:
+            writer.close()
+
+    async def connect(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, socket_path: str
+    ) -> None:
+        """Serve a client until one side ends."""
+        there, back = await asyncio.open_unix_connection(socket_path)
+        self._ends = [writer, back]
+        try:
+            await asyncio.gather(self.pump(reader, back), self.pump(there, writer))
+        finally:
+            back.transport.abort()
+
+
+class Lines:
+    """A proxy to a unix socket, each connection of which can be made to hang."""
+
+    def __init__(self, socket_path: str) -> None:
+        self._socket_path = socket_path
+        self.opened: list[Line] = []
+        """In the order in which they were opened."""
+        self.attempts = 0
+        self.hanging = False
+        """Whether new ones hang from the beginning, as old ones do after `hang`."""
+
+    def hang(self) -> None:
+        """Let everything hang, until `heal`."""
+        self.hanging = True
+        for line in self.opened:
+            line.hangs = True
+
+    def heal(self) -> None:
+        """New connections get through; what hangs goes on hanging."""
+        self.hanging = False
+
+    async def handler(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """For `listening`."""
+        self.attempts += 1
+        line = Line()
+        line.hangs = self.hanging
+        self.opened.append(line)
+        await line.connect(reader, writer, self._socket_path)
 
 
 def refuse_with(sqlstate: str, message: str) -> Handler:

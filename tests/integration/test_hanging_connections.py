@@ -1,0 +1,275 @@
+"""Connections to the database that hang: something on the way takes everything and
+passes nothing on, and the kernels at both ends see nothing wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from outbox.errors import DatabaseUnavailable
+from outbox.relay.watchdog import LOOK_MAX_S, Watchdog
+from tests.support.load import Load, Sickly
+from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
+from tests.support.tcp import Lines, listening
+from tests.support.virtual_time import run_virtual
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Collection
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+OPENED = ("ownership", "renewal", "sequencing", "reading", "recording", "care", "upkeep", "listen")
+"""A session's connections, in the order in which it opens them."""
+
+
+@pytest.fixture(autouse=True)
+def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Care and upkeep have something to do all the time."""
+    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.listener.HEARTBEAT_S", 0.3)
+    monkeypatch.setattr("outbox.relay.listener.HEARTBEAT_TIMEOUT_S", 0.3)
+
+
+@asynccontextmanager
+async def through_lines(database: Database) -> AsyncIterator[tuple[Lines, str]]:
+    """A proxy to the database, and the DSN that leads through it."""
+    lines = Lines(str(database.server.embedded.socket_dir / ".s.PGSQL.5432"))
+    async with listening(lines.handler) as port:
+        yield lines, f"postgresql://postgres@127.0.0.1:{port}/{database.name}"
+
+
+async def _replicas(database: Database) -> int:
+    """How many sessions there were."""
+    registered: int = await fetchval(
+        database, "SELECT coalesce(pg_sequence_last_value('replica_id_seq'), 0)"
+    )
+    return registered
+
+
+@pytest.mark.parametrize("which", OPENED)
+async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
+    database: Database, which: str
+) -> None:
+    load = Load(database)
+    load.network.script = sickly = Sickly()
+    await sickly.add(database, lanes=3)
+    loop = asyncio.get_running_loop()
+    with capture_logs() as logs:
+        async with (
+            through_lines(database) as (lines, dsn),
+            running(database, load.network, dsn=dsn),
+        ):
+            async with load.running():
+                await load.arrives()
+                await until(lambda: len(lines.opened) >= len(OPENED))
+                lines.opened[OPENED.index(which)].hangs = True
+                hung_at = loop.time()
+
+                def noticed() -> list[Any]:
+                    return [
+                        each
+                        for each in logs
+                        if each["log_level"] == "warning" and "retry_s" in each
+                    ]
+
+                await until(noticed, 20, "the hanging connection to be noticed")
+                took_s = loop.time() - hung_at
+                await load.arrives()
+            sickly.cured = True
+            await load.check()
+    (line,) = noticed()
+    if which == "listen":
+        assert line["event"] == "listening was interrupted"
+        assert await _replicas(database) == 1
+    else:
+        assert line["event"] == "the session was lost"
+        assert await _replicas(database) == 2
+    if which == "renewal":
+        assert "lease ran out" in line["reason"]
+    elif which != "listen":
+        assert f"the connection for {which} hangs" in line["reason"]
+    print(f"{which}: noticed after {took_s:.2f} s with a lease of 1 s")
+
+
+@pytest.mark.parametrize("opened", [0, 1, 6])
+async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_up(
+    database: Database, opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.session.REGISTER_S", 0.5)
+    await add_endpoint(database)
+    network = Network()
+    async with through_lines(database) as (lines, dsn):
+        limited = f"{dsn}?connect_timeout=2"
+        async with running(database, network, dsn=limited):
+            await publish(database, 1)
+            await until(lambda: network.accepted)
+            await until(lambda: len(lines.opened) >= len(OPENED))
+            # Everything is lost, and of the next session's connections one says nothing
+            # once it is open.
+            begun = len(lines.opened)
+
+            async def hang_one() -> None:
+                await until(lambda: len(lines.opened) > begun + opened, 20)
+                lines.opened[begun + opened].hangs = True
+
+            hanging = asyncio.create_task(hang_one())
+            for line in lines.opened[:begun]:
+                line.cut()
+            await hanging
+            await publish(database, 2)
+            await until(lambda: 2 in network.data(), 30, "the relay to go on")
+    await all_ended(database)
+
+
+async def test_a_statement_that_waits_for_a_lock_is_no_connection_that_hangs(
+    database: Database,
+) -> None:
+    await add_endpoint(database)
+    network = Network()
+    async with running(database, network), database.connection() as operator:
+        await publish(database, 1)
+        await until(lambda: network.accepted)
+        async with operator.transaction():
+            await operator.execute("LOCK relay.attempt, relay.lane_progress IN EXCLUSIVE MODE")
+            await publish(database, 2)
+            await until(lambda: len(network.accepted) == 2)
+            waiting = """SELECT clock_timestamp() - min(state_change) > interval '3 s'
+                           FROM pg_stat_activity WHERE wait_event_type = 'Lock'"""
+            await until(lambda: fetchval(database, waiting), 20, "three leases to pass")
+        await publish(database, 3)
+        await all_ended(database)
+    assert network.data() == [1, 2, 3]
+    assert await _replicas(database) == 1
+
+
+async def test_a_database_that_does_not_let_a_replica_register_is_asked_again(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.session.REGISTER_S", 0.0)
+    await add_endpoint(database)
+    network = Network()
+    with capture_logs() as logs:
+        async with running(database, network), database.connection() as operator:
+            await publish(database, 1)
+            await until(lambda: network.accepted)
+            async with operator.transaction():
+                await operator.execute("LOCK relay.replica IN ACCESS EXCLUSIVE MODE")
+
+                def refused() -> bool:
+                    return any("to register a replica" in each.get("reason", "") for each in logs)
+
+                await until(refused, 20, "the relay to give up waiting")
+            await publish(database, 2)
+            await until(lambda: 2 in network.data(), 20, "the relay to go on")
+
+
+# ---------------------------------------------------------------- the watchdog
+
+
+class Fake:
+    """A connection that has been waiting as long as it is told."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.asked_at: float | None = None
+        self.questions = 0
+
+    def asks(self) -> None:
+        self.questions += 1
+        self.asked_at = asyncio.get_running_loop().time()
+
+    @property
+    def waiting_s(self) -> float:
+        if self.asked_at is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self.asked_at
+
+    def get_server_pid(self) -> int:
+        return self.pid
+
+    def terminate(self) -> None:
+        raise AssertionError("that is for the session to do")
+
+
+class Server:
+    """What it is asked, and what it says."""
+
+    def __init__(self) -> None:
+        self.at_work: set[int] = set()
+        self.silent = False
+        self.asked: list[set[int]] = []
+
+    async def working(self, pids: Collection[int]) -> set[int]:
+        self.asked.append(set(pids))
+        if self.silent:
+            raise DatabaseUnavailable("no connection left")
+        return self.at_work & set(pids)
+
+
+def _ended_after(
+    prepare: Callable[[Fake, Server], None], *, pooled: bool = False, name: str = "reading"
+) -> tuple[float | None, Server]:
+    """When a watchdog with a lease of 5 s gave up, within two hours, and whom it asked."""
+    server = Server()
+
+    async def watch() -> float | None:
+        connection = Fake(7)
+        connection.asks()
+        prepare(connection, server)
+        watchdog = Watchdog({name: connection}, None if pooled else server.working, 5.0)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(7200):
+                with pytest.raises(DatabaseUnavailable, match=f"connection for {name} hangs"):
+                    await watchdog.run()
+                return asyncio.get_running_loop().time()
+        return None
+
+    return run_virtual(watch()), server
+
+
+def test_what_nobody_works_at_is_given_up_within_a_lease() -> None:
+    ended_at, _ = _ended_after(lambda *_: None)
+    assert ended_at is not None
+    assert ended_at <= 5.0
+
+
+def test_what_is_at_work_is_asked_about_ever_more_rarely_and_never_given_up() -> None:
+    ended_at, server = _ended_after(lambda _, server: server.at_work.add(7))
+    assert ended_at is None
+    assert 7200 / LOOK_MAX_S <= len(server.asked) < 7200 / LOOK_MAX_S + 10
+
+
+def test_who_cannot_be_asked_has_proved_nothing() -> None:
+    ended_at, server = _ended_after(lambda _, server: setattr(server, "silent", True))
+    assert ended_at is None
+    assert server.asked
+
+
+def test_a_connection_that_says_nothing_is_not_asked_about() -> None:
+    ended_at, server = _ended_after(lambda each, _: setattr(each, "asked_at", None))
+    assert ended_at is None
+    assert server.asked == []
+
+
+def test_short_statements_one_after_the_other_are_no_long_one() -> None:
+    def keep_asking(connection: Fake, server: Server) -> None:
+        connection.asks()
+        asyncio.get_running_loop().call_later(2.5, keep_asking, connection, server)
+
+    ended_at, _ = _ended_after(keep_asking)
+    assert ended_at is None
+
+
+@pytest.mark.parametrize(("name", "patience_s"), [("reading", 60), ("upkeep", 3600)])
+def test_behind_a_proxy_time_decides(name: str, patience_s: int) -> None:
+    ended_at, _ = _ended_after(lambda *_: None, pooled=True, name=name)
+    assert ended_at is not None
+    assert patience_s <= ended_at <= patience_s + 2
