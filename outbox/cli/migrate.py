@@ -106,7 +106,7 @@ async def _migrate(
         done = await migrate.migrate(
             connection, schema, producers=producers, payload_bytes_max=payload_bytes_max
         )
-    version = migrate.migrations()[-1].version
+        version = (await migrate.status(connection, schema)).version
     applied = [str(migration) for migration in done]
     if as_json:
         emit_json(

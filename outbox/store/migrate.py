@@ -3,6 +3,12 @@
 What was applied stands in the schema's own table `migration`.  An advisory
 lock of the transaction, keyed by the schema's name, makes one of several
 migrators do the work and the others find it done.
+
+A file whose first line is `-- Programs of version N go on working.` can be
+applied while older programs run: those whose own files end with N or later.
+They find a schema that is newer than they are, and work with it, so relays can
+be replaced one by one.  Without that line nobody older does; applying the file
+then ends the lease of every relay, and who comes back is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+_GO_ON_WORKING = re.compile(r"-- Programs of version ([0-9]+) go on working\.\n")
+
 PAYLOAD_BYTES_RANGE = (1024, 67_108_864)
 """What `set_payload_bytes_max` takes."""
 
@@ -48,12 +56,23 @@ CREATE_HISTORY = """CREATE TABLE IF NOT EXISTS migration (
     version    integer     PRIMARY KEY,
     name       text        NOT NULL,
     checksum   text        NOT NULL,
+    works_from integer     NOT NULL,  -- the oldest programs that go on working
     applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
 )"""
 
-READ_HISTORY = "SELECT version, name, checksum FROM {schema}.migration ORDER BY version"
+READ_HISTORY = "SELECT version, checksum, works_from FROM {schema}.migration ORDER BY version"
 
-WRITE_HISTORY = "INSERT INTO migration (version, name, checksum) VALUES ({}, {}, {})"
+WRITE_HISTORY = (
+    "INSERT INTO migration (version, name, checksum, works_from) VALUES ({}, {}, {}, {})"
+)
+
+# No relay goes on as if nothing had happened: it has to register anew, and is
+# held to the version of the schema then.
+END_LEASES = """DO $$ BEGIN
+    IF to_regclass('replica') IS NOT NULL THEN
+        UPDATE replica SET expires_at = clock_timestamp();
+    END IF;
+END $$"""
 
 # A script applied twice, or to another version, stops before it changes anything.
 GUARD = """DO $$ BEGIN
@@ -80,6 +99,8 @@ class Migration:
     name: str
     sql: str
     checksum: str
+    works_from: int
+    """The oldest programs that go on working: the version of their own last file."""
 
     def __str__(self) -> str:
         """`0001_outbox`."""
@@ -92,7 +113,8 @@ class Status:
 
     schema: str
     version: int
-    """0: nothing is there."""
+    """0: nothing is there.  Above that of the last file: a later program was here,
+    and this one goes on working."""
     applied: tuple[Migration, ...]
     pending: tuple[Migration, ...]
 
@@ -114,30 +136,40 @@ def migrations() -> tuple[Migration, ...]:
             # A checkout with other line ends holds the same migration.
             text = entry.read_text(encoding="utf-8").replace("\r\n", "\n")
             checksum = hashlib.sha256(text.encode()).hexdigest()
-            found.append(Migration(int(match[1]), match[2], text, checksum))
+            version = int(match[1])
+            found.append(Migration(version, match[2], text, checksum, _works_from(text, version)))
     found.sort(key=lambda migration: migration.version)
     if [m.version for m in found] != list(range(1, len(found) + 1)) or not found:
         raise CannotRun(f"the installation is damaged: {directory} has not all migrations")
     return tuple(found)
 
 
+def _works_from(text: str, version: int) -> int:
+    match = _GO_ON_WORKING.match(text)
+    return int(match[1]) if match else version
+
+
 async def status(connection: Connection[Any], schema: str) -> Status:
     """What is applied and what is pending; changes nothing.
 
     Raises:
-        SchemaTooNew: a later version of this package migrated it.
+        SchemaTooNew: a later version of this package migrated it, in a way that
+            this one cannot work with.
         CannotRun: an applied file differs from ours, or the schema belongs to
             something else.
         DatabaseUnavailable: the connection was lost.
     """
     with map_errors(schema):
-        applied = await _read_history(connection, schema)
+        history = await _read_history(connection, schema)
     known = migrations()
-    if applied and max(applied) > known[-1].version:
+    mine = known[-1].version
+    version = max(history, default=0)
+    if any(row.version > mine and row.works_from > mine for row in history.values()):
         raise SchemaTooNew(
-            f'schema "{schema}" is at version {max(applied)}, this program knows '
-            f"{known[-1].version}; upgrade outbox-relay here"
+            f'schema "{schema}" is at version {version}, this program knows '
+            f"{mine}; upgrade outbox-relay here"
         )
+    applied = {row.version: row.checksum for row in history.values()}
     for migration in known:
         checksum = applied.get(migration.version)
         if checksum is not None and checksum != migration.checksum:
@@ -147,17 +179,17 @@ async def status(connection: Connection[Any], schema: str) -> Status:
             )
     done = tuple(m for m in known if m.version in applied)
     pending = tuple(m for m in known if m.version not in applied)
-    if pending and any(m.version > pending[0].version for m in done):
-        raise CannotRun(f'the history of schema "{schema}" has a hole before {done[-1]}')
-    return Status(schema, done[-1].version if done else 0, done, pending)
+    if pending and version > pending[0].version:
+        raise CannotRun(f'the history of schema "{schema}" has no {pending[0]}, but later ones')
+    return Status(schema, version, done, pending)
 
 
 async def require_current(connection: Connection[Any], schema: str) -> None:
-    """Refuse to work with a schema of another version.
+    """Refuse to work with a schema that this program does not fit.
 
     Raises:
         SchemaMissing: it is absent, or older than this program.
-        SchemaTooNew: it is newer.
+        SchemaTooNew: it is newer, and does not say that older programs go on working.
         CannotRun: as in `status`.
     """
     found = await status(connection, schema)
@@ -209,14 +241,21 @@ async def migrate(
             done.append(found.pending[0])
 
 
-async def _read_history(connection: Connection[Any], schema: str) -> dict[int, str]:
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    version: int
+    checksum: str
+    works_from: int
+
+
+async def _read_history(connection: Connection[Any], schema: str) -> dict[int, _Applied]:
     if not await connection.fetchval(FIND_HISTORY, schema):
         return {}
     try:
         rows = await connection.fetch(READ_HISTORY.format(schema=quote_ident(schema)))
     except asyncpg.UndefinedColumnError as error:
         raise _not_ours(schema) from error
-    return {row["version"]: row["checksum"] for row in rows}
+    return {r["version"]: _Applied(r["version"], r["checksum"], r["works_from"]) for r in rows}
 
 
 async def _apply(connection: Connection[Any], schema: str, migration: Migration) -> None:
@@ -235,7 +274,8 @@ async def _apply(connection: Connection[Any], schema: str, migration: Migration)
         await connection.execute(migration.sql)
     except (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError) as error:
         raise _not_ours(schema) from error
-    await connection.execute(_history_row(migration))
+    for statement in _afterwards(migration):
+        await connection.execute(statement)
 
 
 async def _apply_settings(
@@ -297,17 +337,23 @@ def sql(
         GUARD.format(after=after),
     ]
     for migration in known[after:]:
-        parts += [f"\n-- {migration}.sql\n\n{migration.sql.strip()}", f"{_history_row(migration)};"]
+        parts.append(f"\n-- {migration}.sql\n\n{migration.sql.strip()}")
+        parts += [f"{statement};" for statement in _afterwards(migration)]
     parts += [f"{_grant(role)};" for role in producers]
     if payload_bytes_max is not None:
         parts.append(f"{_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max))};")
     return "\n".join([*parts, "COMMIT;", ""])
 
 
-def _history_row(migration: Migration) -> str:
-    return WRITE_HISTORY.format(
-        migration.version, quote_literal(migration.name), quote_literal(migration.checksum)
+def _afterwards(migration: Migration) -> list[str]:
+    """What follows a file, in its transaction."""
+    row = WRITE_HISTORY.format(
+        migration.version,
+        quote_literal(migration.name),
+        quote_literal(migration.checksum),
+        migration.works_from,
     )
+    return [row, END_LEASES] if migration.works_from == migration.version else [row]
 
 
 def _grant(role: str) -> str:

@@ -98,7 +98,7 @@ def test_migrate_prints_sql_without_a_database(outbox: Command, empty_database: 
 
 
 def test_migrate_refuses_a_newer_database(here: Command, database: Database) -> None:
-    execute(database, "INSERT INTO migration VALUES (99, 'future', 'x')")
+    execute(database, "INSERT INTO migration VALUES (99, 'future', 'x', 99)")
     for command in (["migrate"], ["migrate", "--check"], ["status"], ["endpoint", "list"]):
         result = here(*command)
         assert result.code == 3

@@ -112,7 +112,7 @@ async def test_an_older_schema_is_told_and_a_newer_one_is_an_error(db: Connectio
     await db.execute("DELETE FROM migration WHERE version = 2")
     found = await findings(db)
     assert found[-1].says == 'schema "relay" is at version 1, this program needs 2'
-    await db.execute("INSERT INTO migration VALUES (99, 'future', 'x')")
+    await db.execute("INSERT INTO migration VALUES (99, 'future', 'x', 99)")
     with pytest.raises(SchemaTooNew):
         await findings(db)
 

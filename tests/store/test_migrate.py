@@ -15,7 +15,8 @@ from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
 from outbox.store import migrate as module
 from outbox.store.connect import connect
 from outbox.store.dsn import parse
-from outbox.store.migrate import migrate, migrations, require_current, sql, status
+from outbox.store.migrate import Migration, migrate, migrations, require_current, sql, status
+from outbox.store.replicas import ReplicaStore
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -188,7 +189,7 @@ async def test_a_missing_schema(empty_database: Database) -> None:
 @pytest.mark.one_major
 async def test_a_newer_database_is_refused(database: Database) -> None:
     connection = await opened(database)
-    await connection.execute("INSERT INTO migration VALUES (99, 'future', 'x')")
+    await connection.execute("INSERT INTO migration VALUES (99, 'future', 'x', 99)")
     for refused in (
         status(connection, "relay"),
         require_current(connection, "relay"),
@@ -196,6 +197,62 @@ async def test_a_newer_database_is_refused(database: Database) -> None:
     ):
         with pytest.raises(SchemaTooNew, match="is at version 99, this program knows 2; upgrade"):
             await refused
+
+
+def _with_third(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """A later program, with one file more."""
+    known = (*migrations(), Migration(3, "later", text, "x", module._works_from(text, 3)))
+    monkeypatch.setattr(module, "migrations", lambda: known)
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_a_newer_database_that_older_programs_work_with_is_taken(
+    database: Database, by_hand: bool
+) -> None:
+    connection = await opened(database)
+    text = "-- Programs of version 2 go on working.\nCREATE TABLE later (id int);"
+    with pytest.MonkeyPatch.context() as later:
+        _with_third(later, text)
+        if by_hand:
+            await connection.execute(sql("relay", after=2))
+        else:
+            assert [m.version for m in await migrate(connection, "relay")] == [3]
+    await require_current(connection, "relay")
+    assert (await status(connection, "relay")).version == 3
+    assert await migrate(connection, "relay") == []
+
+
+@pytest.mark.one_major
+async def test_one_file_that_older_programs_do_not_work_with_is_enough(database: Database) -> None:
+    connection = await opened(database)
+    await connection.execute("INSERT INTO migration VALUES (3, 'a', 'x', 2), (4, 'b', 'x', 3)")
+    with pytest.raises(SchemaTooNew, match="is at version 4, this program knows 2"):
+        await require_current(connection, "relay")
+    await connection.execute("UPDATE migration SET works_from = 2 WHERE version = 4")
+    await require_current(connection, "relay")
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("line", ["", "-- Programs of version 2 go on working.\n"])
+async def test_a_file_that_older_programs_do_not_work_with_ends_their_leases(
+    database: Database, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    connection = await opened(database)
+    replicas = ReplicaStore(connection)
+    me = await replicas.register("old", "0", 60)
+    _with_third(monkeypatch, line + "SELECT 1;")
+    await migrate(connection, "relay")
+    assert await replicas.renew(me) == bool(line)
+
+
+@pytest.mark.one_major
+async def test_a_hole_in_the_history_is_refused(database: Database) -> None:
+    connection = await opened(database)
+    await connection.execute("INSERT INTO migration VALUES (3, 'future', 'x', 1)")
+    await connection.execute("DELETE FROM migration WHERE version = 2")
+    with pytest.raises(CannotRun, match="has no 0002_relay, but later ones"):
+        await require_current(connection, "relay")
 
 
 @pytest.mark.one_major

@@ -46,10 +46,20 @@ class Ended:
         return orjson.loads(self.stdout.strip().splitlines()[-1])
 
 
-async def outbox(*words: str, env: Mapping[str, str] | None = None, stdin: str = "") -> Ended:
-    """Run one command to its end."""
+async def outbox(
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    stdin: str = "",
+    package: Path | None = None,
+) -> Ended:
+    """Run one command to its end.
+
+    Args:
+        package: the directory with another copy of the package.
+    """
     process = await asyncio.create_subprocess_exec(
         *command_line(*words),
+        cwd=package,
         env=environment(env),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -64,7 +74,8 @@ async def outbox(*words: str, env: Mapping[str, str] | None = None, stdin: str =
 class RelayProcess:
     """`outbox relay`, which a test may kill."""
 
-    def __init__(self, env: Mapping[str, str], log_path: Path) -> None:
+    def __init__(self, env: Mapping[str, str], log_path: Path, package: Path | None = None) -> None:
+        self._package = package
         self._env = environment(
             {
                 "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
@@ -81,6 +92,7 @@ class RelayProcess:
         with self._log_path.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *command(command_line("relay"), account=None),
+                cwd=self._package,
                 env=self._env,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -101,9 +113,11 @@ class RelayProcess:
 
 
 @asynccontextmanager
-async def relay_process(env: Mapping[str, str], log_path: Path) -> AsyncIterator[RelayProcess]:
-    """A running relay, gone at the end."""
-    relay = RelayProcess(env, log_path)
+async def relay_process(
+    env: Mapping[str, str], log_path: Path, package: Path | None = None
+) -> AsyncIterator[RelayProcess]:
+    """A running relay, gone at the end; of another copy of the package if that is named."""
+    relay = RelayProcess(env, log_path, package)
     await relay.start()
     try:
         yield relay

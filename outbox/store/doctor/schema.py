@@ -65,6 +65,11 @@ async def version(look: Look) -> AsyncIterator[Said]:
             f"{found.pending[-1].version}",
             run,
         )
+    elif found.version > found.applied[-1].version:
+        yield ok(
+            f'"{look.schema}" is at version {found.version}; this program knows '
+            f"{found.applied[-1].version} and goes on working with it"
+        )
     else:
         yield ok(f'"{look.schema}" is at version {found.version}')
 
