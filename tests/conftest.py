@@ -21,6 +21,7 @@ import pytest
 from outbox.embedded import available
 from outbox.errors import CannotRun
 from tests.support.majors import VERSIONS, provide
+from tests.support.pgbouncer import program
 from tests.support.postgres import Database, Server
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
+    config.addinivalue_line("markers", "pgbouncer: left out where PgBouncer is not installed")
     config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
     asked: int | None = config.getoption("--seed")
     if asked is None:
@@ -97,7 +99,16 @@ def pytest_report_header(config: pytest.Config) -> str:
         versions = ", ".join(each.version for each in available().values())
     except CannotRun as error:
         versions = str(error)
-    return f"PostgreSQL: {versions}; seed: {config.stash[_seed_key]}"
+    proxy = program() or "not there, its tests are left out (apt-get install pgbouncer)"
+    return f"PostgreSQL: {versions}; PgBouncer: {proxy}; seed: {config.stash[_seed_key]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if program() is not None:
+        return
+    left_out = [item for item in items if item.get_closest_marker("pgbouncer")]
+    items[:] = [item for item in items if not item.get_closest_marker("pgbouncer")]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import DatabaseUnavailable
 from outbox.store.backends import Worker, working
 from outbox.store.connect import connect, learn_types
+from outbox.store.pooled import PooledWorker, check_settings
 from outbox.store.replicas import listener_name
 
 if TYPE_CHECKING:
@@ -62,22 +63,22 @@ class Connections:
         """
         settings = self._settings
         limit_ms = int(settings.lease_s * IDLE_IN_TRANSACTION_SHARE * 1000)
+        bounded = {**SESSION_SETTINGS, "idle_in_transaction_session_timeout": str(limit_ms)}
         connection = await connect(
             self._dsn,
             schema=settings.schema_name,
             application_name=name,
-            connection_class=Worker,
-            server_settings={
-                **SESSION_SETTINGS,
-                # Not the DSN's: a burial finds our sessions by this name.
-                "application_name": name,
-                "idle_in_transaction_session_timeout": str(limit_ms),
-            },
+            connection_class=PooledWorker if settings.pooled else Worker,
+            # Not the DSN's name: a burial finds our sessions by this one.
+            server_settings={**bounded, "application_name": name},
             pooled=settings.pooled,
         )
         try:
             async with asyncio.timeout(self._dsn.connect_timeout_s):
                 await learn_types(connection)
+                if isinstance(connection, PooledWorker):
+                    await check_settings(connection)
+                    connection.bring(settings.schema_name, bounded)
         except BaseException as error:
             connection.terminate()
             if isinstance(error, TimeoutError):

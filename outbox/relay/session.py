@@ -175,7 +175,7 @@ class Session:
                     tasks.create_task(keep_lease(ReplicaStore(for_renewal), me, lease)),
                     tasks.create_task(recorder.run()),
                     tasks.create_task(care.run()),
-                    tasks.create_task(maintain(PartitionStore(for_upkeep))),
+                    tasks.create_task(maintain(PartitionStore(for_upkeep, pooled=settings.pooled))),
                 ]
                 if self._listening:
                     listener = Listener(

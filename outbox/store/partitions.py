@@ -65,28 +65,44 @@ class Partition:
 
 
 class PartitionStore:
-    """Partition maintenance on a connection of its own."""
+    """Partition maintenance on a connection of its own.
 
-    def __init__(self, connection: Connection[Any], width: int = WIDTH) -> None:
+    Args:
+        pooled: it leads to a proxy that pools transactions, where a lock of the
+            session would stay with whoever gets that session next.  Two
+            maintainers do no harm, then: each step looks at what is there, and of
+            two at once one is refused, and looks again.
+    """
+
+    def __init__(
+        self, connection: Connection[Any], width: int = WIDTH, *, pooled: bool = False
+    ) -> None:
         self._db = connection
         self._width = width
+        self._pooled = pooled
 
     async def extend(self) -> int:
         """Have enough partitions ahead; returns how many were made."""
+        if self._pooled:
+            return await self._extend_all()
         if not await self._db.fetchval(LOCK):
             return 0
         try:
-            at = await self._db.fetchrow(READ_POSITIONS)
-            made = 0
-            for parent in PARENTS:
-                position = at["id"] if parent == "outbox" else at["batch"]
-                while await self._extend_once(parent, position):
-                    made += 1
+            made = await self._extend_all()
         except asyncpg.PostgresError:
             await self._db.execute(UNLOCK)
             raise
         # Whoever is cancelled leaves it to the end of the connection.
         await self._db.execute(UNLOCK)
+        return made
+
+    async def _extend_all(self) -> int:
+        at = await self._db.fetchrow(READ_POSITIONS)
+        made = 0
+        for parent in PARENTS:
+            position = at["id"] if parent == "outbox" else at["batch"]
+            while await self._extend_once(parent, position):
+                made += 1
         return made
 
     async def analyze(self) -> None:

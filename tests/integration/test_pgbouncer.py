@@ -1,0 +1,236 @@
+"""A relay behind PgBouncer in transaction mode: every transaction meets another session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+from structlog.testing import capture_logs
+
+from outbox.errors import CannotRun
+from outbox.store.partitions import PARENTS, PartitionStore
+from tests.support.load import Load, Sickly
+from tests.support.pgbouncer import PgBouncer, pgbouncer
+from tests.support.process import outbox as command
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    relay,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    import random
+
+    from tests.support.postgres import Database
+
+pytestmark = [pytest.mark.one_major, pytest.mark.pgbouncer]
+
+
+async def set_up(database: Database, **settings: str) -> None:
+    """The role as a relay behind a proxy needs it, and further settings."""
+    for name, value in {"search_path": "relay, pg_temp", **settings}.items():
+        await database.server.execute(
+            f"ALTER ROLE postgres IN DATABASE {database.name} SET {name} = {value}"
+        )
+
+
+def through(proxy: PgBouncer) -> dict[str, Any]:
+    """The settings of a relay that uses it."""
+    return {"dsn": proxy.dsn(), "pooled": True, "poll_s": 0.1}
+
+
+FAULTS = {
+    "every connection is closed gently": ("RECONNECT",),
+    "every connection is cut": ("KILL {}", "RESUME {}"),
+    "it reads its settings again": ("RELOAD",),
+    "it does nothing for a while": ("PAUSE {}", "RESUME {}"),
+}
+
+
+async def test_whatever_happens_to_the_proxy_nothing_is_lost(
+    database: Database, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
+    await set_up(database)
+    load = Load(database)
+    load.network.script = sickly = Sickly()
+    await sickly.add(database, lanes=3)
+    async with pgbouncer(database, pool_size=4, server_lifetime_s=1) as proxy:
+        async with (
+            running(database, load.network, **through(proxy)),
+            running(database, load.network, **through(proxy)),
+            load.running(),
+        ):
+            await load.arrives()
+            faults = [*FAULTS.values()]
+            rng.shuffle(faults)
+            for fault in faults:
+                await proxy.admin(*(words.format(database.name) for words in fault))
+                await load.arrives()
+            await proxy.kill()
+            await proxy.start()
+            await load.arrives()
+            sickly.cured = True
+        async with running(database, load.network, **through(proxy)):
+            await load.check()
+
+
+async def test_nothing_is_left_in_other_clients_sessions(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
+    await set_up(database)
+    await add_endpoint(database)
+    network = Network()
+    async with (
+        pgbouncer(database, pool_size=3) as proxy,
+        database.connection() as observer,
+    ):
+        async with running(database, network, **through(proxy)):
+            for n in range(20):
+                await publish(database, n)
+            await until(lambda: len(network.accepted) == 20)
+            assert await fetchval(database, "SELECT bool_and(pids = '{}') FROM replica")
+        # Whoever comes next meets the sessions as they were opened.
+        locks = """SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'
+                      AND database = (SELECT oid FROM pg_database
+                                       WHERE datname = current_database())"""
+        assert await observer.fetchval(locks) == 0
+        clients = [
+            await asyncpg.connect(proxy.dsn(), statement_cache_size=0, timeout=5) for _ in range(3)
+        ]
+        for client in clients:
+            transaction = client.transaction()
+            await transaction.start()  # Each has a session of its own now.
+            assert await client.fetchval("SELECT count(*) FROM pg_prepared_statements") == 0
+            settings = await client.fetchrow(
+                """SELECT current_setting('statement_timeout') AS statement_timeout,
+                          current_setting('enable_seqscan') AS enable_seqscan,
+                          current_setting('idle_in_transaction_session_timeout') AS idle"""
+            )
+            assert tuple(settings) == ("0", "on", "0")
+        for client in clients:
+            client.terminate()
+
+
+async def test_partitions_are_made_although_nobody_can_hold_a_lock(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
+    await set_up(database)
+    ends = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'outbox'::regclass"
+    async with (
+        pgbouncer(database, server_lifetime_s=1) as proxy,
+        running(database, Network(), **through(proxy)),
+    ):
+        for moved in (1_000_005, 2_000_005):
+            before = await fetchval(database, ends)
+            await fetchval(database, "SELECT setval('outbox_id_seq', $1)", moved)
+            await until(lambda before=before: _more(database, ends, before), 20, "a partition")
+
+
+async def _more(database: Database, sql: str, than: int) -> bool:
+    return bool(await fetchval(database, sql) > than)
+
+
+async def test_two_maintainers_without_a_lock_make_what_one_would(database: Database) -> None:
+    session = {"server_settings": {"search_path": "relay"}}
+    stores = [
+        PartitionStore(await database.connect(**session), width=100, pooled=True) for _ in range(3)
+    ]
+    for position in (50, 1_000_050, 1_000_150, 1_000_950):
+        await fetchval(database, "SELECT setval('outbox_id_seq', $1)", position)
+        for _ in range(3):
+            await asyncio.gather(*(each.extend() for each in stores), return_exceptions=True)
+        await stores[0].extend()
+        assert await stores[0].extend() == 0
+    for parent in PARENTS:
+        found = await stores[0].partitions(parent)
+        assert [p.hi for p in found[:-1]] == [p.lo for p in found[1:]]
+        assert found[-1].hi is None
+        assert not any(p.detaching for p in found)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("synchronous_commit", "'off'"),
+        ("default_transaction_isolation", "'serializable'"),
+        ("default_transaction_read_only", "'on'"),
+    ],
+)
+async def test_a_role_whose_statements_could_go_wrong_is_refused(
+    database: Database, setting: str, value: str
+) -> None:
+    await set_up(database, **{setting: value})
+    network = Network()
+    async with pgbouncer(database) as proxy:
+        with pytest.raises(CannotRun, match=f"ALTER ROLE .* SET {setting} = ") as caught:
+            await relay(database, network, **through(proxy)).run()
+        advice = str(caught.value).split(": ", 1)[1].split("; then")[0]
+        await database.server.execute(advice)
+        await proxy.admin("RECONNECT")
+        async with running(database, network, **through(proxy)):
+            await until(lambda: fetchval(database, "SELECT count(*) FROM replica"))
+
+
+async def test_the_commands_work_through_it(database: Database) -> None:
+    await set_up(database)
+    async with pgbouncer(database, pool_size=2) as proxy:
+        env = {"OUTBOX_DSN": proxy.dsn(), "OUTBOX_POOLED": "true"}
+        for words in (
+            ("migrate",),
+            ("endpoint", "add", "shop", "https://shop.example.com/"),
+            ("publish", "order.paid"),
+            ("endpoint", "pause", "shop"),
+            ("endpoint", "resume", "shop"),
+            ("status",),
+            ("verify",),
+            ("dead", "list", "--json"),
+        ):
+            ended = await command(*words, env=env)
+            assert ended.code == 0, (words, ended.stderr)
+        doctor = await command("doctor", "--json", env=env)
+        assert doctor.code == 1, doctor.stderr
+        bad = [each for each in doctor.json["findings"] if each["severity"] == "problem"]
+        assert [each["check"] for each in bad] == ["relays"], bad
+
+
+async def test_a_relay_waits_for_its_turn_in_a_pool_that_is_taken(database: Database) -> None:
+    await set_up(database)
+    await add_endpoint(database)
+    network = Network()
+    with capture_logs() as logs:
+        async with (
+            pgbouncer(database, pool_size=2) as proxy,
+            running(database, network, **through(proxy)),
+        ):
+            await publish(database, 1)
+            await until(lambda: network.accepted)
+            greedy = [
+                await asyncpg.connect(proxy.dsn(), statement_cache_size=0, timeout=5)
+                for _ in range(2)
+            ]
+            for each in greedy:
+                transaction = each.transaction()
+                async with asyncio.timeout(10):
+                    await transaction.start()
+            await publish(database, 2)
+            lost = "the session was lost"
+            await until(lambda: any(each["event"] == lost for each in logs), 20, "the lease to end")
+            sent = len(network.sent)
+            for each in greedy:
+                each.terminate()
+            await until(lambda: 2 in network.data(), 30, "the relay to go on")
+            assert sent == 1
+        await all_ended(database)
+    assert await exceptions(database) == {}

@@ -1,0 +1,147 @@
+"""PgBouncer, from the system's packages, in transaction mode in front of a test's server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import asyncpg
+
+from outbox.embedded.account import account_for, give
+from outbox.embedded.launch import command, environment
+from tests.support.tcp import free_port
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.postgres import Database
+
+# Debian puts it where only root looks.
+_DIRECTORIES = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"))
+
+CONFIG = """
+[databases]
+* = host={sockets} port=5432
+
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {port}
+unix_socket_dir =
+auth_type = trust
+auth_file = {users}
+admin_users = postgres
+pool_mode = transaction
+default_pool_size = {pool_size}
+max_client_conn = 200
+server_lifetime = {server_lifetime_s}
+# So that whatever a client leaves in a session reaches the next one.
+server_reset_query =
+server_check_delay = 5
+logfile = {log}
+"""
+
+
+def program() -> str | None:
+    """Where it is, if it is."""
+    return shutil.which("pgbouncer", path=_DIRECTORIES)
+
+
+class PgBouncer:
+    """A running one; its clients become the roles that they name."""
+
+    def __init__(self, room: Path, port: int, database: Database) -> None:
+        self._room = room
+        self.port = port
+        self._database = database
+        self._process: asyncio.subprocess.Process | None = None
+
+    def dsn(self, user: str = "postgres") -> str:
+        """The way to the database through it."""
+        return f"postgresql://{user}@127.0.0.1:{self.port}/{self._database.name}"
+
+    async def start(self) -> None:
+        """Start it, as an ordinary user; it ends with this process."""
+        path = program()
+        assert path is not None
+        argv = [path, str(self._room / "pgbouncer.ini")]
+        self._process = await asyncio.create_subprocess_exec(
+            *command(argv, account_for(None)),
+            env=environment(),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        await until(self._answers, 10, "PgBouncer to answer")
+
+    async def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.returncode is None, self.log()
+        try:
+            await self.admin("SHOW VERSION")
+        except (OSError, asyncpg.PostgresError):
+            return False
+        return True
+
+    async def kill(self) -> None:
+        """End it without a word."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(signal.SIGKILL)
+            await self._process.wait()
+
+    async def admin(self, *words: str) -> None:
+        """Say something on its console."""
+        connection = await asyncpg.connect(
+            f"postgresql://postgres@127.0.0.1:{self.port}/pgbouncer", timeout=5
+        )
+        try:
+            for each in words:
+                await connection.execute(each)
+        finally:
+            connection.terminate()
+
+    def log(self) -> str:
+        """What it logged."""
+        return (self._room / "pgbouncer.log").read_text()
+
+
+@asynccontextmanager
+async def pgbouncer(
+    database: Database, *, pool_size: int = 5, server_lifetime_s: int = 3600
+) -> AsyncIterator[PgBouncer]:
+    """One for the length of a block; every role may use it."""
+    users = await _roles(database)
+    account = account_for(None)
+    with tempfile.TemporaryDirectory(prefix="pgbouncer-") as name:
+        room, port = Path(name), free_port()
+        (room / "users").write_text("".join(f'"{user}" ""\n' for user in users))
+        (room / "pgbouncer.ini").write_text(
+            CONFIG.format(
+                sockets=database.server.embedded.socket_dir,
+                port=port,
+                users=room / "users",
+                pool_size=pool_size,
+                server_lifetime_s=server_lifetime_s,
+                log=room / "pgbouncer.log",
+            )
+        )
+        for path in (room, room / "users", room / "pgbouncer.ini"):
+            give(path, account)
+        proxy = PgBouncer(room, port, database)
+        try:
+            await proxy.start()
+            yield proxy
+        finally:
+            await proxy.kill()
+
+
+async def _roles(database: Database) -> list[str]:
+    async with database.connection() as connection:
+        rows = await connection.fetch("SELECT rolname FROM pg_roles WHERE rolcanlogin")
+        return [row["rolname"] for row in rows]
