@@ -64,7 +64,7 @@ class Connections:
         settings = self._settings
         limit_ms = int(settings.lease_s * IDLE_IN_TRANSACTION_SHARE * 1000)
         bounded = {**SESSION_SETTINGS, "idle_in_transaction_session_timeout": str(limit_ms)}
-        connection = await connect(
+        connection: Any = await connect(
             self._dsn,
             schema=settings.schema_name,
             application_name=name,
@@ -76,7 +76,7 @@ class Connections:
         try:
             async with asyncio.timeout(self._dsn.connect_timeout_s):
                 await learn_types(connection)
-                if isinstance(connection, PooledWorker):
+                if settings.pooled:
                     await check_settings(connection)
                     connection.bring(settings.schema_name, bounded)
         except BaseException as error:
@@ -84,8 +84,8 @@ class Connections:
             if isinstance(error, TimeoutError):
                 raise DatabaseUnavailable(f"{self._dsn} took a login and says nothing") from error
             raise
-        assert isinstance(connection, Worker)
-        return connection
+        worker: Worker = connection
+        return worker
 
     @property
     def working(self) -> Callable[[Collection[int]], Awaitable[set[int]]] | None:

@@ -15,6 +15,7 @@ import pytest
 import outbox
 from outbox.core.signature import parse_secret
 from outbox.receiver.server import Handled, Outcome, Receiver
+from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
 from tests.support.relay import all_ended, exceptions
@@ -22,6 +23,7 @@ from tests.support.waiting import until
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
     from tests.support.postgres import Database
@@ -50,10 +52,37 @@ class Ledger:
 async def test_nothing_is_lost_or_turned_around_when_the_relay_is_killed(
     database: Database, rng: random.Random, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    kills: int = pytestconfig.getoption("--kills")
+    env = {"OUTBOX_DSN": database.dsn}
+    await _kill(database, env, rng, tmp_path, pytestconfig.getoption("--kills"))
+
+
+@pytest.mark.pgbouncer
+async def test_nothing_is_lost_or_turned_around_when_a_relay_behind_a_proxy_is_killed(
+    database: Database, rng: random.Random, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    await find_the_schema(database)
+    async with pgbouncer(database, pool_size=3, server_lifetime_s=1) as proxy:
+        env = {"OUTBOX_DSN": proxy.dsn(), "OUTBOX_POOLED": "true"}
+
+        async def fault() -> None:
+            words = rng.choice([("RECONNECT",), (f"KILL {database.name}", "RESUME {}")])
+            await proxy.admin(*(each.format(database.name) for each in words))
+
+        await _kill(database, env, rng, tmp_path, pytestconfig.getoption("--kills"), fault)
+
+
+async def _kill(
+    database: Database,
+    env: dict[str, str],
+    rng: random.Random,
+    tmp_path: Path,
+    kills: int,
+    fault: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Kill a relay under load, now and then after another fault."""
     ledger = Ledger()
     receiver = Receiver(fail_rate=0.05, rng=rng, on_request=ledger.note, from_start=True)
-    env = {"OUTBOX_DSN": database.dsn, "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+    env["OUTBOX_ALLOW_NETWORKS"] = "127.0.0.0/8"
     committed: dict[str, list[int]] = defaultdict(list)
     rolled_back: set[str] = set()
     async with receiver.serve() as url:
@@ -73,6 +102,8 @@ async def test_nothing_is_lost_or_turned_around_when_the_relay_is_killed(
                 seen = len(ledger.got)
                 await _publish(producer, rng, committed, rolled_back)
                 await until(lambda seen=seen: len(ledger.got) > seen + PER_KILL // 3, 30)
+                if fault is not None:
+                    await fault()
                 await relay.end(signal.SIGKILL)
                 await _publish(producer, rng, committed, rolled_back)
                 await relay.start()

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from outbox.errors import CannotRun
 from outbox.store.partitions import PARENTS, PartitionStore
 from tests.support.load import Load, Sickly
-from tests.support.pgbouncer import PgBouncer, pgbouncer
+from tests.support.pgbouncer import PgBouncer, find_the_schema, pgbouncer
 from tests.support.process import outbox as command
 from tests.support.relay import (
     Network,
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.one_major, pytest.mark.pgbouncer]
 
 
-async def set_up(database: Database, **settings: str) -> None:
-    """The role as a relay behind a proxy needs it, and further settings."""
-    for name, value in {"search_path": "relay, pg_temp", **settings}.items():
-        await database.server.execute(
-            f"ALTER ROLE postgres IN DATABASE {database.name} SET {name} = {value}"
-        )
-
-
 def through(proxy: PgBouncer) -> dict[str, Any]:
     """The settings of a relay that uses it."""
     return {"dsn": proxy.dsn(), "pooled": True, "poll_s": 0.1}
@@ -60,7 +52,7 @@ async def test_whatever_happens_to_the_proxy_nothing_is_lost(
 ) -> None:
     monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
-    await set_up(database)
+    await find_the_schema(database)
     load = Load(database)
     load.network.script = sickly = Sickly()
     await sickly.add(database, lanes=3)
@@ -88,7 +80,7 @@ async def test_nothing_is_left_in_other_clients_sessions(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
-    await set_up(database)
+    await find_the_schema(database)
     await add_endpoint(database)
     network = Network()
     async with (
@@ -126,7 +118,7 @@ async def test_partitions_are_made_although_nobody_can_hold_a_lock(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
-    await set_up(database)
+    await find_the_schema(database)
     ends = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'outbox'::regclass"
     async with (
         pgbouncer(database, server_lifetime_s=1) as proxy,
@@ -171,7 +163,7 @@ async def test_two_maintainers_without_a_lock_make_what_one_would(database: Data
 async def test_a_role_whose_statements_could_go_wrong_is_refused(
     database: Database, setting: str, value: str
 ) -> None:
-    await set_up(database, **{setting: value})
+    await find_the_schema(database, **{setting: value})
     network = Network()
     async with pgbouncer(database) as proxy:
         with pytest.raises(CannotRun, match=f"ALTER ROLE .* SET {setting} = ") as caught:
@@ -184,7 +176,7 @@ async def test_a_role_whose_statements_could_go_wrong_is_refused(
 
 
 async def test_the_commands_work_through_it(database: Database) -> None:
-    await set_up(database)
+    await find_the_schema(database)
     async with pgbouncer(database, pool_size=2) as proxy:
         env = {"OUTBOX_DSN": proxy.dsn(), "OUTBOX_POOLED": "true"}
         for words in (
@@ -206,7 +198,7 @@ async def test_the_commands_work_through_it(database: Database) -> None:
 
 
 async def test_a_relay_waits_for_its_turn_in_a_pool_that_is_taken(database: Database) -> None:
-    await set_up(database)
+    await find_the_schema(database)
     await add_endpoint(database)
     network = Network()
     with capture_logs() as logs:

@@ -145,3 +145,11 @@ async def _roles(database: Database) -> list[str]:
     async with database.connection() as connection:
         rows = await connection.fetch("SELECT rolname FROM pg_roles WHERE rolcanlogin")
         return [row["rolname"] for row in rows]
+
+
+async def find_the_schema(database: Database, **settings: str) -> None:
+    """Set up the role as a relay behind a proxy needs it, with further settings."""
+    for name, value in {"search_path": "relay, pg_temp", **settings}.items():
+        await database.server.execute(
+            f"ALTER ROLE postgres IN DATABASE {database.name} SET {name} = {value}"
+        )
