@@ -4,7 +4,7 @@ passes nothing on, and the kernels at both ends see nothing wrong."""
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,13 +13,22 @@ from structlog.testing import capture_logs
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.watchdog import LOOK_MAX_S, Watchdog
 from tests.support.load import Load, Sickly
-from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
-from tests.support.tcp import Lines, listening
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.tcp import through_lines
 from tests.support.virtual_time import run_virtual
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection
+    from collections.abc import Callable, Collection
+    from pathlib import Path
 
     from tests.support.postgres import Database
 
@@ -38,12 +47,8 @@ def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.relay.listener.HEARTBEAT_TIMEOUT_S", 0.3)
 
 
-@asynccontextmanager
-async def through_lines(database: Database) -> AsyncIterator[tuple[Lines, str]]:
-    """A proxy to the database, and the DSN that leads through it."""
-    lines = Lines(str(database.server.embedded.socket_dir / ".s.PGSQL.5432"))
-    async with listening(lines.handler) as port:
-        yield lines, f"postgresql://postgres@127.0.0.1:{port}/{database.name}"
+def sockets(database: Database) -> Path:
+    return database.server.embedded.socket_dir
 
 
 async def _replicas(database: Database) -> int:
@@ -64,7 +69,7 @@ async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
     loop = asyncio.get_running_loop()
     with capture_logs() as logs:
         async with (
-            through_lines(database) as (lines, dsn),
+            through_lines(sockets(database), database.name) as (lines, dsn),
             running(database, load.network, dsn=dsn),
         ):
             async with load.running():
@@ -99,6 +104,39 @@ async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
     print(f"{which}: noticed after {took_s:.2f} s with a lease of 1 s")
 
 
+@pytest.mark.parametrize("which", ["sequencing", "recording"])
+async def test_what_was_written_and_never_confirmed_is_not_written_again(
+    database: Database, which: str
+) -> None:
+    """The answers alone are swallowed: what was asked for is done."""
+    await add_endpoint(database)
+    network = Network()
+    async with (
+        through_lines(sockets(database), database.name) as (lines, dsn),
+        running(database, network, dsn=dsn),
+    ):
+        await publish(database, 0)
+        acknowledged = "SELECT count(*) = $1 FROM attempt WHERE outcome = 'delivered'"
+        await until(lambda: fetchval(database, acknowledged, 1))
+        await until(lambda: len(lines.opened) >= len(OPENED))
+        lines.opened[OPENED.index(which)].mute = True
+        await publish(database, 1)
+        done = "SELECT max(last_seq) = 2 FROM lane_counter"
+        if which == "recording":
+            done = "SELECT count(*) = 2 FROM attempt WHERE outcome = 'delivered'"
+        await until(lambda: fetchval(database, done), 10, "the server to do it")
+        await publish(database, 2)
+        await until(lambda: 2 in network.data(), 20, "the relay to go on")
+        await all_ended(database)
+    if which == "recording":
+        # It was known to be taken, so nothing of it was sent again.
+        assert network.data()[:3] == [0, 1, 2]
+    assert [s.seq for s in network.accepted] == sorted(s.seq for s in network.accepted)
+    assert await fetchval(database, "SELECT count(*) FROM delivery") == 3
+    assert await fetchval(database, "SELECT count(*) FROM attempt WHERE outcome = 'delivered'") == 3
+    assert await exceptions(database) == {}
+
+
 @pytest.mark.parametrize("opened", [0, 1, 6])
 async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_up(
     database: Database, opened: int, monkeypatch: pytest.MonkeyPatch
@@ -106,7 +144,7 @@ async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_u
     monkeypatch.setattr("outbox.relay.session.REGISTER_S", 0.5)
     await add_endpoint(database)
     network = Network()
-    async with through_lines(database) as (lines, dsn):
+    async with through_lines(sockets(database), database.name) as (lines, dsn):
         limited = f"{dsn}?connect_timeout=2"
         async with running(database, network, dsn=limited):
             await publish(database, 1)

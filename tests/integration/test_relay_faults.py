@@ -521,7 +521,14 @@ REFUSALS = {
     "lane_counter": "out_of_memory",
     "ownership": "deadlock_detected",
     "journal": "disk_full",
+    "replica": "disk_full",
+    "endpoint_health": "query_canceled",
+    "cursor": "read_only_sql_transaction",
 }
+
+
+# Written once in a session, if all goes well.
+REFUSED_CALLS = {"cursor": "1, 2, 4", "endpoint_health": "1, 2, 4"}
 
 
 @pytest.mark.parametrize("table", REFUSALS)
@@ -536,7 +543,7 @@ async def test_what_the_database_refuses_now_and_then_is_done_later(
             CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
             DECLARE n bigint := nextval('relay.calls');
             BEGIN
-                IF n IN (2, 3, 5, 9) THEN
+                IF n = ANY ('{{{REFUSED_CALLS.get(table, "2, 3, 5, 9")}}}'::bigint[]) THEN
                     RAISE EXCEPTION 'no' USING ERRCODE = '{REFUSALS[table]}';
                 END IF;
                 RETURN NULL;

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from outbox.store.endpoint_changes import NewEndpoint
-    from outbox.transport.port import Request
+    from outbox.transport.port import Request, Transport
     from tests.support.postgres import Database
 
 QUICK_RETRY = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 4}
@@ -121,18 +121,25 @@ async def publish(database: Database, *payloads: Any, type: str = "a.b", **colum
             )
 
 
-def relay(database: Database, network: Network, **settings: Any) -> Relay:
-    """A relay that has not been started."""
+def settings_for(database: Database, **settings: Any) -> Settings:
+    """What a relay in a test is given."""
     given: Mapping[str, Any] = {"dsn": database.dsn, "lease_s": 1.0, "drain_s": 5.0, **settings}
-    values = Settings(**given)
-    address = dsn.parse(given["dsn"], source="test", env={})
-    return Relay(values, network, Connections(address, values))
+    return Settings(**given)
+
+
+def relay(database: Database, transport: Transport, **settings: Any) -> Relay:
+    """A relay that has not been started."""
+    values = settings_for(database, **settings)
+    address = dsn.parse(values.dsn.get_secret_value(), source="test", env={})
+    return Relay(values, transport, Connections(address, values))
 
 
 @asynccontextmanager
-async def running(database: Database, network: Network, **settings: Any) -> AsyncIterator[Relay]:
+async def running(
+    database: Database, transport: Transport, **settings: Any
+) -> AsyncIterator[Relay]:
     """A relay at work, drained at the end."""
-    worker = relay(database, network, **settings)
+    worker = relay(database, transport, **settings)
     task = asyncio.create_task(worker.run())
     try:
         yield worker

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+    from pathlib import Path
 
     Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -68,6 +69,8 @@ class Line:
     def __init__(self) -> None:
         self.hangs = False
         """Whether everything is taken, on both sides, and nothing passed on."""
+        self.mute = False
+        """Whether that is so for what the server says alone."""
         self._ends: list[asyncio.StreamWriter] = []
 
     def cut(self) -> None:
@@ -75,13 +78,19 @@ class Line:
         for end in self._ends:
             end.transport.abort()
 
-    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, answers: bool
+    ) -> None:
         """Pass on what comes, and the end of it."""
+
+        def swallows() -> bool:
+            return self.hangs or (self.mute and answers)
+
         while data := await reader.read(65536):
-            if not self.hangs:
+            if not swallows():
                 writer.write(data)
                 await writer.drain()
-        if not self.hangs:
+        if not swallows():
             writer.close()
 
     async def connect(
@@ -91,7 +100,9 @@ class Line:
         there, back = await asyncio.open_unix_connection(socket_path)
         self._ends = [writer, back]
         try:
-            await asyncio.gather(self.pump(reader, back), self.pump(there, writer))
+            await asyncio.gather(
+                self.pump(reader, back, answers=False), self.pump(there, writer, answers=True)
+            )
         finally:
             back.transport.abort()
 
@@ -106,6 +117,8 @@ class Lines:
         self.attempts = 0
         self.hanging = False
         """Whether new ones hang from the beginning, as old ones do after `hang`."""
+        self.refusing = False
+        """Whether new ones are ended at once."""
 
     def hang(self) -> None:
         """Let everything hang, until `heal`."""
@@ -113,17 +126,36 @@ class Lines:
         for line in self.opened:
             line.hangs = True
 
+    def cut(self) -> None:
+        """End everything, and let nobody in, until `heal`."""
+        self.refusing = True
+        for line in self.opened:
+            line.cut()
+
     def heal(self) -> None:
         """New connections get through; what hangs goes on hanging."""
-        self.hanging = False
+        self.hanging = self.refusing = False
 
     async def handler(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """For `listening`."""
         self.attempts += 1
+        if self.refusing:
+            writer.transport.abort()
+            return
         line = Line()
         line.hangs = self.hanging
         self.opened.append(line)
         await line.connect(reader, writer, self._socket_path)
+
+
+@asynccontextmanager
+async def through_lines(
+    socket_dir: Path, database: str, user: str = "postgres"
+) -> AsyncIterator[tuple[Lines, str]]:
+    """A proxy to a server, and the DSN that leads through it."""
+    lines = Lines(str(socket_dir / ".s.PGSQL.5432"))
+    async with listening(lines.handler) as port:
+        yield lines, f"postgresql://{user}@127.0.0.1:{port}/{database}"
 
 
 def refuse_with(sqlstate: str, message: str) -> Handler:

@@ -1,0 +1,351 @@
+"""Faults of the database under load: the relay goes on by itself, says in one line what
+happened, and nothing is lost, doubled or turned around."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.support.load import Load, Sickly
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.tcp import Lines, through_lines
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, MutableMapping
+
+    from outbox.core.answer import Answer
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+    Logs = list[MutableMapping[str, Any]]
+
+pytestmark = pytest.mark.one_major
+
+LOST = "the session was lost"
+
+
+@pytest.fixture(autouse=True)
+def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Care and upkeep have something to do all the time."""
+    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
+
+
+@pytest.fixture
+def logs() -> Iterator[Logs]:
+    """What the relay says, from now on."""
+    with capture_logs() as captured:
+        yield captured
+
+
+def reasons(logs: Logs, event: str = LOST) -> list[str]:
+    """Why, each time; in one line."""
+    found = [str(each["reason"]) for each in logs if each["event"] == event]
+    assert all(each and "\n" not in each for each in found), found
+    return found
+
+
+async def _loaded(database: Database, **options: Any) -> tuple[Load, Sickly]:
+    load, sickly = Load(database), Sickly()
+    load.network.script = sickly
+    await sickly.add(database, lanes=3, **options)
+    return load, sickly
+
+
+# --------------------------------------------------------- lost connections
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+async def test_a_server_that_is_started_anew_under_load(
+    private_database: Database, logs: Logs, immediate: bool
+) -> None:
+    database = private_database
+    load, sickly = await _loaded(database)
+    async with running(database, load.network):
+        async with load.running():
+            for _ in range(2):
+                await load.arrives()
+                await asyncio.to_thread(database.server.embedded.restart, immediate=immediate)
+            await load.arrives()
+        sickly.cured = True
+        await load.check()
+    assert reasons(logs)
+
+
+# By their position among those of a replica, in the order of their opening.
+KINDS = ("renewal", "sequencing", "reading", "recording", "care", "upkeep")
+END_ONE = """
+SELECT pg_terminate_backend(pid) FROM (
+    SELECT pid FROM pg_stat_activity
+     WHERE application_name ~ '^outbox-relay:[0-9]+$' AND datname = current_database()
+     ORDER BY backend_start OFFSET $1 LIMIT 1) one
+"""
+END_NAMED = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
+ WHERE application_name ~ $1 AND datname = current_database()
+"""
+
+
+@pytest.mark.parametrize("kind", ["ownership", *KINDS, "all"])
+async def test_a_backend_that_is_terminated_under_load(
+    database: Database, logs: Logs, kind: str
+) -> None:
+    load, sickly = await _loaded(database)
+    async with running(database, load.network):
+        async with load.running():
+            await load.arrives()
+            if kind in KINDS:
+                assert await fetchval(database, END_ONE, KINDS.index(kind))
+            else:
+                names = "^outbox-relay" if kind == "all" else "^outbox-relay$"
+                assert await fetchval(database, END_NAMED, names)
+            await until(lambda: reasons(logs), 10, "the loss to be noticed")
+            await load.arrives()
+        sickly.cured = True
+        await load.check()
+    assert len(reasons(logs)) == 1
+    sessions = await fetchval(database, "SELECT pg_sequence_last_value('replica_id_seq')")
+    assert sessions == 2
+
+
+LISTENING = """
+SELECT count(*) FROM pg_stat_activity
+ WHERE application_name ~ ':listen$' AND datname = current_database()
+"""
+
+
+def _closed(logs: Logs) -> int:
+    return sum(each["event"] == "the listening connection was closed" for each in logs)
+
+
+async def test_losing_the_connection_that_listens_disturbs_nobody(
+    database: Database, logs: Logs
+) -> None:
+    load, sickly = await _loaded(database)
+    async with running(database, load.network, poll_s=1.0):
+        async with load.running():
+            for n in range(3):
+                await load.arrives()
+                await until(lambda: fetchval(database, LISTENING), 10, "it to listen")
+                assert await fetchval(database, END_NAMED, ":listen$")
+                await until(lambda n=n: _closed(logs) > n, 10, "the loss to be noticed")
+        sickly.cured = True
+        await load.check()
+    assert reasons(logs) == []
+
+
+async def test_nobody_who_listens_means_a_tick_at_most(
+    database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs
+) -> None:
+    monkeypatch.setattr("outbox.relay.listener.RECONNECT_MIN_S", 3600.0)
+    await add_endpoint(database)
+    network = Network()
+    async with running(database, network, poll_s=0.5):
+        await publish(database, 0)
+        await until(lambda: network.accepted)
+        assert await fetchval(database, END_NAMED, ":listen$")
+        await until(lambda: any("listening" in each["event"] for each in logs), 10)
+        for n in range(1, 4):
+            await publish(database, n)
+            # Far less than the hour until it listens again.
+            await until(lambda n=n: n in network.data(), 10, "an event without a notification")
+    assert reasons(logs) == []
+
+
+# ------------------------------------------------------------- out of reach
+
+
+class Outage:
+    """A database that can be made unreachable, in different ways."""
+
+    def __init__(self, lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._lines = lines
+        self.nameless = False
+        self.asked = 0
+        resolve = asyncio.BaseEventLoop.getaddrinfo
+
+        async def getaddrinfo(loop: Any, host: Any, *args: Any, **kwargs: Any) -> Any:
+            if host != "database.test":
+                return await resolve(loop, host, *args, **kwargs)
+            self.asked += 1
+            if self.nameless:
+                raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+            return await resolve(loop, "127.0.0.1", *args, **kwargs)
+
+        monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+
+    def begin(self, kind: str) -> None:
+        self.asked = 0
+        if kind == "swallowed":
+            self._lines.hang()
+        else:
+            self._lines.cut()
+            self.nameless = kind == "nameless"
+
+    def end(self) -> None:
+        self._lines.heal()
+        self.nameless = False
+
+
+SAYS = {
+    "refused": "closed the connection",
+    "nameless": 'the host name "database.test" is unknown',
+    "swallowed": "no answer from database.test",
+}
+
+
+@pytest.mark.parametrize("kind", SAYS)
+async def test_a_database_out_of_reach(
+    database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs, kind: str
+) -> None:
+    load, sickly = await _loaded(database)
+    hold, held = asyncio.Event(), []
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+
+    async def script(sent: Sent) -> Answer:
+        times.append(loop.time())
+        if hold.is_set():
+            held.append(sent)
+            await asyncio.Event().wait()
+        return sickly(sent)
+
+    load.network.script = script
+    sockets = database.server.embedded.socket_dir
+    async with through_lines(sockets, database.name) as (lines, dsn):
+        outage = Outage(lines, monkeypatch)
+        dsn = dsn.replace("127.0.0.1", "database.test") + "?connect_timeout=2"
+        async with running(database, load.network, dsn=dsn):
+            async with load.running():
+                await load.arrives()
+                hold.set()
+                await until(lambda: held, 10, "a request that is not answered")
+                tasks = len(asyncio.all_tasks())
+                outage.begin(kind)
+                began_at = loop.time()
+                # What is in flight is closed when the lease ends, if not sooner ...
+                in_flight = load.network.in_flight
+                await until(lambda: not any(in_flight.values()), 10, "the requests to be closed")
+                closed_at = loop.time()
+                times_s = [0.1, 0.2, 0.4, 0.8, 1.6][: 3 if kind == "swallowed" else 5]
+                tried = len(times_s)
+                await until(lambda: len(reasons(logs)) >= tried, 40, "attempts to reconnect")
+                # ... and nothing was begun later, nor has anything piled up.
+                assert not [at for at in times if at > closed_at]
+                assert len(asyncio.all_tasks()) <= tasks
+                waits = [each["retry_s"] for each in logs if each["event"] == LOST]
+                assert waits[:tried] == times_s
+                assert loop.time() - began_at >= sum(times_s[:-1])
+                hold.clear()
+                outage.end()
+                await load.arrives()
+            sickly.cured = True
+            await load.check()
+    assert SAYS[kind] in reasons(logs)[2]
+    assert outage.asked < 40, "a busy loop"
+
+
+# ------------------------------------------------------- too few connections
+
+
+async def _role(database: Database, name: str) -> str:
+    """A role that may do what a relay does, and is held to limits; its DSN."""
+    async with database.connection() as admin:
+        await admin.execute(
+            f"DROP ROLE IF EXISTS {name}; CREATE ROLE {name} LOGIN IN ROLE postgres"
+        )
+    return database.server.embedded.dsn(database.name, user=name)
+
+
+@pytest.mark.parametrize("limit", [0, 1, 4])
+async def test_connections_that_are_not_to_be_had(
+    database: Database, logs: Logs, limit: int
+) -> None:
+    dsn = await _role(database, "limited")
+    load, sickly = await _loaded(database)
+    async with running(database, load.network, dsn=dsn):
+        async with load.running():
+            await load.arrives()
+            await fetchval(database, f"ALTER ROLE limited CONNECTION LIMIT {limit}")
+            assert await fetchval(database, END_NAMED, "^outbox-relay")
+            await until(lambda: len(reasons(logs)) >= 4, 20, "some attempts to reconnect")
+            await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
+            await load.arrives()
+        sickly.cured = True
+        await load.check()
+    assert any("no connection left" in each for each in reasons(logs)), reasons(logs)
+    # Those that got some of their connections, and had to give them back, are gone.
+    assert await fetchval(database, "SELECT count(*) FROM replica") == 0
+
+
+async def test_no_connection_left_to_listen_on(database: Database, logs: Logs) -> None:
+    dsn = await _role(database, "limited")
+    await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT 7")
+    await add_endpoint(database)
+    network = Network()
+    async with running(database, network, dsn=dsn, poll_s=0.2):
+        await publish(database, 1)
+        await until(lambda: network.accepted)
+        interrupted = "listening was interrupted"
+        await until(lambda: any("no connection left" in r for r in reasons(logs, interrupted)), 10)
+        await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
+        await until(lambda: fetchval(database, LISTENING), 20, "it to listen")
+    assert reasons(logs) == []
+
+
+# ------------------------------------------------------------------ refusals
+
+RIGHTS: Mapping[str, tuple[str, str]] = {
+    "sequencing, reading": ("outbox", "SELECT"),
+    "sequencing, writing": ("batch", "INSERT"),
+    "reading": ("delivery", "SELECT"),
+    "acknowledging": ("attempt", "INSERT"),
+    "checkpoints, claims": ("lane_progress", "UPDATE"),
+    "renewing": ("replica", "UPDATE"),
+    "owning": ("ownership", "UPDATE"),
+    "care": ("endpoint_health", "UPDATE"),
+    "the journal": ("journal", "INSERT"),
+}
+
+
+@pytest.mark.parametrize("family", RIGHTS)
+async def test_a_right_that_is_missing_for_a_while(
+    database: Database, logs: Logs, family: str
+) -> None:
+    table, right = RIGHTS[family]
+    async with database.connection() as admin:
+        await admin.execute(
+            """DROP ROLE IF EXISTS plain; CREATE ROLE plain LOGIN;
+               GRANT USAGE ON SCHEMA relay TO plain;
+               GRANT ALL ON ALL TABLES IN SCHEMA relay TO plain;
+               GRANT ALL ON ALL SEQUENCES IN SCHEMA relay TO plain;
+               GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA relay TO plain"""
+        )
+    load, sickly = await _loaded(database)
+    dsn = database.server.embedded.dsn(database.name, user="plain")
+    denied = f"permission denied for table {table}"
+    async with running(database, load.network, dsn=dsn):
+        async with load.running():
+            await load.arrives()
+            await fetchval(database, f"REVOKE {right} ON relay.{table} FROM plain")
+            if family in ("owning", "care", "the journal"):
+                # Something for it to do.
+                await fetchval(database, END_NAMED, "^outbox-relay")
+            await until(lambda: any(denied in each for each in reasons(logs)), 20, denied)
+            await fetchval(database, f"GRANT {right} ON relay.{table} TO plain")
+            await load.arrives()
+        sickly.cured = True
+        await load.check()
+    async with database.connection() as admin:
+        await admin.execute("DROP OWNED BY plain; DROP ROLE plain")
