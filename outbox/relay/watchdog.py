@@ -11,8 +11,9 @@ statement that waits for somebody's lock: too short a one repeats what it breaks
 off for ever, too long a one is a silent stop.  So the server is asked, on a
 connection opened for the question, whether the backend is at work.  One that is
 not, in two looks at the same statement, has answered long ago or was never
-asked.  Behind a proxy that pools transactions nobody can say which backend that
-would be, and time has to decide.
+asked.  Where nobody can say, time has to decide: behind a proxy that pools
+transactions, which backend that would be is not known, and the question may need
+a connection more than there are.
 
 From the last sign of life to the end of the session that takes about one lease.
 What is left to the lease alone, or has a bound of its own: the renewal, the
@@ -41,9 +42,9 @@ PATIENCE_SHARE = 0.4
 LOOK_MAX_S = 60.0
 """What was found at work is asked about again when it has taken twice as long, but
 after this time at the latest."""
-POOLED_PATIENCE_S = 60.0
-UPKEEP_PATIENCE_S = 3600.0
-"""Maintenance may wait for the longest transaction in the database."""
+UNTOLD_MAX_S, UNTOLD_UPKEEP_MAX_S = 60.0, 3600.0
+"""What takes longer hangs, if nobody can say.  Maintenance may wait for the longest
+transaction in the database."""
 
 
 class Watched(Protocol):
@@ -86,6 +87,7 @@ class Watchdog:
         self._doubted: dict[str, int] = {}
         # By connection, a statement that was at work, and how old it may get unasked.
         self._trusted: dict[str, tuple[int, float]] = {}
+        self._told = False
 
     async def run(self) -> None:
         """Watch.
@@ -98,33 +100,25 @@ class Watchdog:
             overdue = {
                 name: c.questions for name, c in self._watched.items() if self._overdue(name)
             }
-            if not overdue:
-                self._doubted.clear()
-            elif self._working is None:
-                raise self._hangs(min(overdue))
-            else:
+            if overdue:
                 await self._look(overdue)
+            else:
+                self._doubted.clear()
 
     def _overdue(self, name: str) -> bool:
         connection = self._watched[name]
-        patience_s = self._patience_s
-        if self._working is None:
-            patience_s = UPKEEP_PATIENCE_S if name == "upkeep" else POOLED_PATIENCE_S
         question, until_s = self._trusted.get(name, (0, 0.0))
-        if question == connection.questions:
-            patience_s = until_s
+        patience_s = until_s if question == connection.questions else self._patience_s
         return connection.waiting_s > patience_s
 
     async def _look(self, overdue: Mapping[str, int]) -> None:
-        assert self._working is not None
         pids = {name: self._watched[name].get_server_pid() for name in overdue}
-        try:
-            working = await self._working(pids.values())
-        except (*TROUBLE, OutboxError) as error:
-            # No answer is no proof: the statement may be at work all the same.
-            log.warning(
-                "the database does not say whether it works for us", reason=in_one_line(error)
-            )
+        working = await self._who_works(pids.values())
+        if working is None:
+            for name in overdue:
+                longest_s = UNTOLD_UPKEEP_MAX_S if name == "upkeep" else UNTOLD_MAX_S
+                if self._watched[name].waiting_s > longest_s:
+                    raise self._hangs(name, "nobody can say whether the server is at work")
             return
         doubted, self._doubted = self._doubted, {}
         for name, question in overdue.items():
@@ -135,15 +129,27 @@ class Watchdog:
                 waited_s = connection.waiting_s
                 self._trusted[name] = (question, waited_s + min(waited_s, LOOK_MAX_S))
             elif doubted.get(name) == question:
-                raise self._hangs(name)
+                raise self._hangs(name, "the server is not at work")
             else:
                 self._doubted[name] = question
 
-    def _hangs(self, name: str) -> DatabaseUnavailable:
+    async def _who_works(self, pids: Collection[int]) -> set[int] | None:
+        """Those of the backends that are at work; None: there is no saying."""
+        if self._working is None:
+            return None
+        try:
+            return await self._working(pids)
+        except (*TROUBLE, OutboxError) as error:
+            if not self._told:
+                why = in_one_line(error)
+                log.warning("the database does not say whether it works for us", reason=why)
+            self._told = True
+            return None
+
+    def _hangs(self, name: str, why: str) -> DatabaseUnavailable:
         waited_s = self._watched[name].waiting_s
         return DatabaseUnavailable(
-            f"the connection for {name} hangs: no answer for {waited_s:.1f} s"
-            + (", and the server is not at work" if self._working is not None else "")
+            f"the connection for {name} hangs: no answer for {waited_s:.1f} s, and {why}"
         )
 
 

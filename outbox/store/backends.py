@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# Who waits for a client (to say more, or to take the answer) does not work for it.
-# A server that keeps no track of its sessions (track_activities) says "disabled".
-READ_WORKING = """
+SENDING_MAX_S = 60
+"""A large answer may be on its way for so long, over a slow line."""
+
+# Who waits for a client to say more does not work for it.  A server that keeps no
+# track of its sessions (track_activities) says "disabled".
+READ_WORKING = f"""
 SELECT pid FROM pg_stat_activity
  WHERE pid = ANY ($1)
-   AND (state = 'active' AND wait_event_type IS DISTINCT FROM 'Client' OR state = 'disabled')
-"""
+   AND CASE WHEN state = 'disabled' THEN true
+            WHEN wait_event = 'ClientWrite' THEN
+                query_start > clock_timestamp() - interval '{SENDING_MAX_S} s'
+            ELSE state = 'active' AND wait_event_type IS DISTINCT FROM 'Client' END
+"""  # noqa: S608 (a constant only)
 
 
 class Worker(asyncpg.Connection):  # type: ignore[misc]

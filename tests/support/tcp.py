@@ -69,6 +69,9 @@ class Line:
     def __init__(self) -> None:
         self.hangs = False
         """Whether everything is taken, on both sides, and nothing passed on."""
+        self.flows = asyncio.Event()
+        """While this is not set, what the server says waits, and the server with it."""
+        self.flows.set()
         self.mute = False
         """Whether that is so for what the server says alone."""
         self._ends: list[asyncio.StreamWriter] = []
@@ -87,6 +90,8 @@ class Line:
             return self.hangs or (self.mute and answers)
 
         while data := await reader.read(65536):
+            if answers:
+                await self.flows.wait()
             if not swallows():
                 writer.write(data)
                 await writer.drain()
