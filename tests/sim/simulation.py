@@ -15,6 +15,7 @@ from outbox.core.endpoint import EndpointSettings
 from outbox.core.retry import RetryPolicy
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
+from outbox.store.backends import working
 from outbox.store.replicas import listener_name
 from tests.sim.checks import Checker, Violation
 from tests.sim.clockwork import Process, World
@@ -27,7 +28,7 @@ from tests.sim.producers import Load, Producer
 from tests.sim.receivers import Receiver, Transport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 HOUR_S = 3600.0
 TAKE_OVER_LEASES = 1.5
@@ -74,6 +75,15 @@ class SimulatedConnections:
         assert connection.backend is not None
         connection.backend.idle_timeout_s = self._sim.settings.lease_s * 0.8
         return connection
+
+    async def working(self, pids: Collection[int]) -> set[int]:
+        """Those of the backends that are at work."""
+        connection = await self.worker("outbox-relay")
+        try:
+            async with asyncio.timeout(10):
+                return await working(connection, pids)
+        finally:
+            connection.terminate()
 
     async def listener(self, replica_id: int) -> Connection:
         connection = await self.worker(listener_name(replica_id))

@@ -46,6 +46,14 @@ class Connection(Client):
         self._listeners: dict[str, list[Callable[..., None]]] = {}
         self._on_end: list[Callable[[Any], None]] = []
         self._transactions = 0
+        self._asked_at: float | None = None
+        self.questions = 0
+        """How many statements were begun."""
+
+    @property
+    def waiting_s(self) -> float:
+        """How long the statement under way has had no answer; 0 when there is none."""
+        return 0.0 if self._asked_at is None else self._world.now - self._asked_at
 
     # ------------------------------------------------------------- the wire
 
@@ -146,6 +154,14 @@ class Connection(Client):
     # ------------------------------------------------- what the stores call
 
     async def _ask(self, run: Callable[[Backend], None]) -> Any:
+        self.questions += 1
+        self._asked_at = self._world.now
+        try:
+            return await self._answered_to(run)
+        finally:
+            self._asked_at = None
+
+    async def _answered_to(self, run: Callable[[Backend], None]) -> Any:
         if self._pending is not None and self._pending.cancelled():
             # A statement that nobody waits for any more has to end first.
             self._pending = asyncio.get_running_loop().create_future()

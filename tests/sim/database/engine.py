@@ -366,6 +366,11 @@ class Backend:
         """The one that is open over several statements."""
         return self._tx
 
+    @property
+    def at_work(self) -> bool:
+        """Whether a statement runs, or waits for a lock."""
+        return self.alive and self._statement is not None
+
     # ------------------------------------------------------------ statements
 
     def begin(self) -> Transaction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import migrate, notify, replicas
+from outbox.store import backends, migrate, notify, replicas
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers, answers_prefix
 from tests.sim.database.tables import SCHEMA
@@ -50,7 +50,7 @@ def find_history(db: Database, tx: Transaction, schema: str) -> list[Row]:
 @answers(migrate.READ_HISTORY.format(schema=f'"{SCHEMA}"'), migrate.READ_HISTORY.format(schema=SCHEMA))
 def read_history(db: Database, tx: Transaction) -> list[Row]:
     return [
-        {"version": m.version, "name": m.name, "checksum": m.checksum}
+        {"version": m.version, "checksum": m.checksum, "works_from": m.works_from}
         for m in migrate.migrations()
     ]
 
@@ -120,6 +120,11 @@ def lock_replica(
         return []
     yield Wait(db.replica, replica_id, EXCLUSIVE)
     return [{"name": "a replica"}] if meant() else []
+
+
+@answers(backends.READ_WORKING)
+def read_working(db: Database, tx: Transaction, pids: Sequence[int]) -> list[Row]:
+    return [{"pid": pid} for pid in pids if pid in db.backends and db.backends[pid].at_work]
 
 
 @answers(replicas.BACKENDS)
