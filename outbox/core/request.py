@@ -104,7 +104,7 @@ def prepare(
         lane_ends: nothing will ever follow it in its lane.
         endpoint_headers: what the endpoint asks for beside ours.
     """
-    message_id = str(delivery_id(delivery.endpoint_id, delivery.outbox_id))
+    message_id = str(delivery_id(delivery.endpoint_id, delivery.outbox_id, delivery.event_id))
     return Prepared(
         message_id=message_id,
         headers=(

@@ -66,9 +66,9 @@ def test_a_whole_request_as_the_contract_shows_it() -> None:
     assert headers == {
         "content-type": "application/json",
         "user-agent": "outbox-relay",
-        "webhook-id": "2cf743b9-9b15-5fbc-9c25-56a8135f0082",
+        "webhook-id": "e70345da-2c55-5b7e-841b-5f444941b0fe",
         "webhook-timestamp": "1770000000",
-        "x-delivery": "2cf743b9-9b15-5fbc-9c25-56a8135f0082",
+        "x-delivery": "e70345da-2c55-5b7e-841b-5f444941b0fe",
         "x-event": "0d9ff25f-6f0b-4e0d-9d4b-07a1dbb3d1f4",
         "x-lane": "6f1c2a349d55-1-0",
         "x-sequence": "8",
@@ -146,7 +146,7 @@ def test_attempts_differ_in_number_time_and_signature_only() -> None:
     second = dict(prepared.attempt(2, NOW + 5, [SECRET]))
     changed = {name for name in first if first[name] != second[name]}
     assert changed == {"X-Attempt", "webhook-timestamp", "webhook-signature"}
-    assert first["X-Delivery"] == str(delivery_id(ENDPOINT, 42))
+    assert first["X-Delivery"] == str(delivery_id(ENDPOINT, 42, DELIVERY.event_id))
     verify(second, prepared.body, [SECRET], NOW + 5)
 
 

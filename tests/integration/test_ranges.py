@@ -44,10 +44,11 @@ SELECT 'a.b', CASE WHEN n % 3 > 0 THEN 'k' || n % 7 END, to_jsonb(n) FROM genera
 
 # What every number of every range should become: its lane's name, and X-Delivery.
 OF_RANGES = """
-SELECT e.id, l.generation, l.slot, d.seq, d.outbox_id
+SELECT e.id, l.generation, l.slot, d.seq, d.outbox_id, o.event_id
   FROM dead_letter x
   JOIN delivery d ON d.lane_id = x.lane_id AND d.seq BETWEEN x.seq AND x.to_seq
   JOIN lane l ON l.id = x.lane_id JOIN endpoint e ON e.id = l.endpoint_id
+  JOIN outbox o ON o.id = d.outbox_id
  WHERE x.outbox_id IS NULL
 """
 
@@ -73,7 +74,7 @@ async def expected(db: Connection[Any]) -> dict[tuple[str, int], str]:
     """X-Delivery by the lane and number that a replay stands for."""
     return {
         (f"{r['id'].hex[:12]}-{r['generation']}-{r['slot']}", r["seq"]): str(
-            delivery_id(r["id"], r["outbox_id"])
+            delivery_id(r["id"], r["outbox_id"], r["event_id"])
         )
         for r in await db.fetch(OF_RANGES)
     }

@@ -35,7 +35,7 @@ class Faults:
             (2, self.restart_database),
             (4, self.terminate_backends),
             (3, self.cut_connection),
-            (0, self.hang_connection),
+            (2, self.hang_connection),
             (3, self.slow_network),
             (3, self.stall_network),
             (1, self.shift_a_clock),
