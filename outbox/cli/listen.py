@@ -157,6 +157,8 @@ def _notes(handled: Handled) -> list[str]:
         notes.append(f"missing: {_ranges(seen.missing)}")
     if seen.holes:
         notes.append(f"given up by the sender: {_ranges(seen.holes)}")
+    if seen.lost is not None:
+        notes.append(f"lost by the sender, though received: {_ranges((seen.lost,))}")
     if seen.kind in (Kind.OLD, Kind.CONFLICT):
         was = f", was {seen.was}" if seen.was else ""
         notes.append(f"{seen.kind}{was}")
@@ -175,6 +177,7 @@ def _as_json(handled: Handled) -> dict[str, Any]:
     told |= asdict(message)
     if seen is not None:
         told |= {"order": seen.kind, "missing": seen.missing, "holes": seen.holes}
+        told["lost"] = seen.lost
     return told
 
 

@@ -34,7 +34,9 @@ lost in a crash.
 A lane ends when the number of lanes changes; its last delivery says so.  When
 nothing of it is missing or a hole any more, no more is kept of it than its last
 number, by which late copies are known, and contradictions: what lies beyond an
-end, or an end below what was received.
+end and is new.  An end may also lie below what was received: a fail-over of the
+sender's database lost what came after it.  The numbers beyond are *lost* then.
+They were received, and stay so; the sender knows nothing of them any more.
 
 Memory is bounded: states are ranges, and there is a limit to the ranges of a
 lane, to the lanes, and to the `X-Delivery` values kept for finding a number
@@ -95,6 +97,8 @@ class Observation:
     """Of an old number: what it counted as until now."""
     closed: State | None = None
     """Of a replay: what the number it stands for counted as until now."""
+    lost: Range | None = None
+    """Numbers received beyond this end of the lane: the sender lost them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +166,9 @@ class LaneOrder:
             ValueError: not 0 <= previous_sequence < sequence.
         """
         _check(sequence, previous_sequence)
-        beyond = self.ended and sequence > self.high
-        if beyond or (lane_ends and sequence < self.high):
+        if self.ended and sequence > self.high:
             return Observation(Kind.CONFLICT)
+        lost = _lost(sequence, self.high) if lane_ends else None
         if sequence > self.high:
             observation = self._ahead(sequence, previous_sequence)
         else:
@@ -176,6 +180,7 @@ class LaneOrder:
             self._forget()
         if lane_ends and observation.kind is not Kind.CONFLICT:
             self.ended = True
+            observation = replace(observation, lost=lost)
         return observation
 
     def close(self, sequence: int) -> State | None:
@@ -320,8 +325,9 @@ class OrderBook:
         self._over.move_to_end(lane)
         last, last_id = self._over[lane]
         other = sequence == last and last_id not in (None, delivery_id)
-        wrong = sequence > last or (lane_ends and sequence < last) or other
-        return Observation(Kind.CONFLICT if wrong else Kind.DUPLICATE)
+        if sequence > last or other:
+            return Observation(Kind.CONFLICT)
+        return Observation(Kind.DUPLICATE, lost=_lost(sequence, last) if lane_ends else None)
 
     def _retire(self, lane: str) -> None:
         """Keep no more than the last number of a lane that is over."""
@@ -338,6 +344,11 @@ class OrderBook:
 
     def _sum(self, state: State) -> int:
         return self._forgotten[state] + sum(order.count(state) for order in self._lanes.values())
+
+
+def _lost(last: int, high: int) -> Range | None:
+    """What was received beyond the last number of a lane."""
+    return (last + 1, high) if last < high else None
 
 
 def _check(sequence: int, previous_sequence: int) -> None:
