@@ -9,6 +9,30 @@
 --   * a command of an operator, under the cursor row: endpoint, subscription,
 --     lane, replay.
 
+-- ------------------------------------------------------------ the timeline
+
+-- The server's timeline: its number rises with every promotion of a standby, and
+-- with every recovery to an earlier moment.  Both may take back what was
+-- committed, numbers that were given out among it.  NULL: this server does not
+-- say, because it is a standby, or because its operator or provider forbids it.
+CREATE FUNCTION server_timeline() RETURNS bigint
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    RETURN ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint;
+EXCEPTION WHEN others THEN
+    RETURN NULL;
+END $$;
+
+-- The number of an endpoint's next generation of lanes.  It is part of their
+-- names, and no name may be used twice, although a change of lanes may be taken
+-- back together with the timeline that it was made on: so each timeline has a
+-- million numbers to itself.
+CREATE FUNCTION next_generation(generation bigint) RETURNS bigint
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT greatest(generation + 1, (coalesce(server_timeline(), 1) - 1) * 1000000 + 1)
+$$;
+REVOKE ALL ON FUNCTION next_generation FROM PUBLIC;
+
 -- --------------------------------------------------------------- endpoints
 
 -- A destination, and what its operator asked for.  `state` is the operator's
@@ -46,7 +70,7 @@ CREATE TABLE endpoint (
     disable_after_s   double precision NOT NULL DEFAULT 259200 CHECK (disable_after_s > 0),
 
     lanes           integer     NOT NULL CHECK (lanes BETWEEN 1 AND 1024),
-    generation      integer     NOT NULL DEFAULT 1,  -- rises when lanes change
+    generation      bigint      NOT NULL DEFAULT 1,  -- rises when lanes change
     resumes         integer     NOT NULL DEFAULT 0,  -- rises when somebody says: try now
     created_at      timestamptz NOT NULL DEFAULT clock_timestamp(),
     CHECK (NOT (all_tenants AND tenant IS NOT NULL))
@@ -104,13 +128,13 @@ CREATE TABLE endpoint_health (
     last_answer jsonb                            -- what led to this state
 );
 
--- An ordered stream of deliveries to one endpoint.  When the number of lanes
--- changes, a new generation begins; the lanes of the old one get nothing more,
--- and the new one is sent when they are drained.
+-- An ordered stream of deliveries to one endpoint.  When the number of lanes or
+-- the server's timeline changes, a new generation begins; the lanes of the old one
+-- get nothing more, and the new one is sent when they are drained.
 CREATE TABLE lane (
     id          bigint  GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     endpoint_id uuid    NOT NULL REFERENCES endpoint,
-    generation  integer NOT NULL,
+    generation  bigint  NOT NULL,
     slot        integer NOT NULL,
     UNIQUE (endpoint_id, generation, slot)
 );
@@ -156,11 +180,15 @@ CREATE TABLE lane_block (
 -- A lock with a name on it.  `writer` is the replica that leads: it wrote last,
 -- and its memory of the gaps' holders is the only one that can be trusted.
 -- `version` rises with every change of who gets what.  A batch is written by who
--- holds this row and finds both as it knows them.
+-- holds this row and finds both as it knows them.  `timeline` is the server's, as
+-- of the last batch: on another one, numbers that were given out may be unknown
+-- here, so whoever leads begins new lanes before it sequences anything.
 CREATE TABLE cursor (
-    one     boolean PRIMARY KEY DEFAULT true CHECK (one),
-    writer  bigint,
-    version bigint  NOT NULL DEFAULT 1
+    one         boolean     PRIMARY KEY DEFAULT true CHECK (one),
+    writer      bigint,
+    version     bigint      NOT NULL DEFAULT 1,
+    timeline    bigint,                       -- NULL: the server did not say yet
+    timeline_at timestamptz                   -- when it changed; NULL: never
 );
 INSERT INTO cursor DEFAULT VALUES;
 

@@ -31,6 +31,8 @@ def as_json(schema: str, overview: Overview) -> dict[str, Any]:
             "lag": cursor.lag,
             "waiting_s": cursor.waiting_s,
             "at": cursor.at,
+            "timeline": cursor.timeline,
+            "timeline_at": cursor.timeline_at,
         },
         "gaps": {"open": overview.gaps, "ids": overview.gap_ids},
         "replicas": overview.replicas,
@@ -50,6 +52,7 @@ def pairs(schema: str, overview: Overview) -> list[tuple[str, Any]]:
         ("schema", schema),
         ("relays", f"{alive} alive" if alive else "none alive; start one: outbox relay"),
         ("sequenced", _sequenced(overview)),
+        ("timeline", _timeline(overview)),
         ("gaps", f"{open_gaps}, {count(overview.gap_ids, 'id')}" if overview.gaps else "none"),
         ("dead letters", overview.dead_letters.get("dead", 0)),
         ("endpoints", overview.endpoints_total),
@@ -74,6 +77,14 @@ def _sequenced(overview: Overview) -> str:
     return f"up to id {cursor.high} of {cursor.last_id}, the oldest waits for " + str(
         age(cursor.waiting_s)
     )
+
+
+def _timeline(overview: Overview) -> str | None:
+    cursor = overview.cursor
+    if cursor.timeline_at is None:
+        return None
+    since = age((overview.at - cursor.timeline_at).total_seconds())
+    return f"{cursor.timeline} since {since}, with new lanes"
 
 
 def relay_rows(overview: Overview) -> list[tuple[Any, ...]]:

@@ -4,11 +4,13 @@ Who wrote last is named on the cursor row, and is said to *lead*.  The leader
 holds no lock while it reads and thinks: it reads in one statement, and writes
 in another that takes the cursor row and does nothing unless its name and the
 version of who gets what still stand there.  Everything that a batch was worked
-out from can only be changed by somebody who changes one of the two, so this is
-as good as holding the row all the while, in two trips instead of seven.
+out from can only be changed by somebody who changes one of the two, or by a
+fail-over that takes back commits, which the statement looks for, too.  So this
+is as good as holding the row all the while, in two trips instead of seven.
 
 Whatever needs more than that one statement is done in a transaction that holds
-the row: taking the lead, falling asleep, replays, old gaps, a filter that fails.
+the row: taking the lead, falling asleep, replays, old gaps, a filter that fails,
+and new lanes after the server's timeline changed (see `outbox.store.timeline`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from outbox.core.gaps import CursorState, GapTracker, Holders, Step
 from outbox.core.sequencing import Deliveries, Router, number
 from outbox.errors import CursorBroken
 from outbox.store.reading import AWAKE
+from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -160,6 +163,7 @@ class Cursor:
 
         Raises:
             CursorBroken: the sequence cannot be trusted; nothing was written.
+            Fenced: this is another server than the one that this replica knows.
         """
         try:
             if self.leads and asleep_s is None and not self._replays_left:
@@ -213,7 +217,8 @@ class Cursor:
             if lock is None:
                 await transaction.rollback()
                 return Turn.TAKEN
-            if lock.writer != self._me:
+            takes_over = lock.writer != self._me
+            if takes_over:
                 if asleep_s is not None:
                     self.forget()
                     await transaction.rollback()
@@ -221,7 +226,10 @@ class Cursor:
                 await self._store.sign(self._me)
             elif asleep_s is not None:
                 await self._store.set_asleep(asleep_s)
-            state, router, changed = await self._recall(lock)
+            if lock.server_timeline not in (None, lock.timeline):
+                takes_over = True
+                lock = await self._begin_timeline(lock)
+            state, router, changed = await self._recall(lock, takes_over=takes_over)
             draft = await self._draft(
                 state,
                 router,
@@ -234,12 +242,12 @@ class Cursor:
                 given = await self._write(state, draft)
                 assert given is not None, "the row is held"
                 await self._write_rest(state, draft)
-            if draft.moved or lock.writer != self._me:
+            if draft.moved or takes_over:
                 await transaction.commit()
             else:
                 # Unlike a commit, a rollback does not wait for the disk.
                 await transaction.rollback()
-        except CursorBroken:
+        except (CursorBroken, Fenced):
             await transaction.rollback()
             raise
         self.leads = True
@@ -249,9 +257,16 @@ class Cursor:
         self._done(state, draft, given)
         return Turn.MOVED
 
-    async def _recall(self, lock: Lock) -> tuple[CursorState, Router, bool]:
+    async def _begin_timeline(self, lock: Lock) -> Lock:
+        """What others sequenced may be lost: nothing is added to their lanes."""
+        was, now = lock.timeline, lock.server_timeline
+        if was is not None:
+            log.warning("the server's timeline changed; new lanes begin", old=was, new=now)
+        return await self._store.begin_timeline(lock, f"replica {self._me}")
+
+    async def _recall(self, lock: Lock, *, takes_over: bool) -> tuple[CursorState, Router, bool]:
         """State and routes, from the tables if need be; and whether something changed."""
-        if lock.writer != self._me:
+        if takes_over or (self._state is not None and self._state.batch != lock.batch):
             self._tracker.forget()
             self._holders = None
             self._state = None

@@ -121,7 +121,7 @@ def _why_survivable(error: Exception, *, registered: bool) -> str:
         raise leaf if len(leaves) == 1 else error
     first = leaves[0]
     if isinstance(first, Fenced):
-        return "the lease ran out or another replica took over"
+        return "the lease ran out, another replica took over, or the server's timeline changed"
     return in_one_line(first)
 
 

@@ -23,6 +23,7 @@ from outbox.relay.ownership import Ownership, keep_lease
 from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
 from outbox.relay.watchdog import Watchdog, answering
+from outbox.store import timeline
 from outbox.store.care import CareStore
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
@@ -95,13 +96,15 @@ class Session:
 
         async with AsyncExitStack() as stack:
             control = await self._connect(stack, "outbox-relay")
-            replicas = ReplicaStore(control)
             with answering(control, settings.lease_s + REGISTER_S, "register a replica"):
                 await require_current(control, settings.schema_name)
-                if self.replica_id is not None:
-                    await replicas.bury(
-                        self.replica_id, f"replica {self.replica_id}", settings.lease_s
-                    )
+                # Before anything is written: if a proxy leads us elsewhere after this,
+                # the fence says so.
+                here = await timeline.read(control)
+                replicas = ReplicaStore(control, here)
+                if (was := self.replica_id) is not None:
+                    actor = f"replica {was}"
+                    await replicas.bury(was, actor, settings.lease_s, called=self._name)
                 started_at = loop.time()
                 me = await replicas.register(self._name, self._version, settings.lease_s)
             self.replica_id = me
@@ -117,7 +120,7 @@ class Session:
 
             events, owners, health = Bell(), Bell(), Bell()
             recorder = Recorder(
-                RecordStore(for_records, me),
+                RecordStore(for_records, me, here),
                 settings.ack_group_ms / 1000,
                 lease_left_s,
                 lambda: dispatcher.lanes(),
@@ -144,7 +147,7 @@ class Session:
                 tell_others=lambda: control.execute(WAKE_ALL),
             )
             sequencer = Sequencer(
-                CursorStore(for_cursor),
+                CursorStore(for_cursor, here),
                 me,
                 settings,
                 events,
@@ -165,14 +168,17 @@ class Session:
                 settings.lease_s,
             )
             care = Caretaker(
-                CareStore(for_care, settings.schema_name, me), dispatcher, health, self._now
+                CareStore(for_care, settings.schema_name, me, here),
+                dispatcher,
+                health,
+                self._now,
             )
             async with asyncio.TaskGroup() as tasks:
                 cut = tasks.create_task(_cut_at_the_end(control, *connections))
                 delivering = tasks.create_task(dispatcher.run())
                 background = [
                     tasks.create_task(watchdog.run()),
-                    tasks.create_task(keep_lease(ReplicaStore(for_renewal), me, lease)),
+                    tasks.create_task(keep_lease(ReplicaStore(for_renewal, here), me, lease)),
                     tasks.create_task(recorder.run()),
                     tasks.create_task(care.run()),
                     tasks.create_task(maintain(PartitionStore(for_upkeep, pooled=settings.pooled))),

@@ -9,7 +9,7 @@ import orjson
 
 from outbox.store.changes import change, write_journal
 from outbox.store.endpoint_changes import END_SUBSCRIPTION
-from outbox.store.replicas import FENCE
+from outbox.store.replicas import OWN_ROW, fence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from outbox.store.destinations import Endpoint
 
 # Only in the owner's epoch, like a lane's progress.
-WRITE_HEALTH = f"""{FENCE},
+WRITE_HEALTH = f"""{fence("$9")},
 written AS (
     UPDATE endpoint_health h
        SET state = v.state, since = v.since, held_until = v.held_until,
@@ -38,12 +38,13 @@ SELECT 'endpoint_health', 'replica ' || $1::bigint, endpoint_id,
 """  # noqa: S608 (constants only)
 
 # The owner itself, while its lease runs.
-LOCK_OWNERSHIP = """
+LOCK_OWNERSHIP = f"""
 SELECT 1
-  FROM ownership o JOIN replica r ON r.id = o.replica_id AND r.expires_at > clock_timestamp()
+  FROM ownership o JOIN (SELECT id FROM replica WHERE {OWN_ROW.format("$3")}) r
+    ON r.id = o.replica_id
  WHERE o.endpoint_id = $2 AND o.replica_id = $1
    FOR KEY SHARE
-"""
+"""  # noqa: S608 (constants only)
 
 BEGIN_DISABLING = """
 UPDATE endpoint SET state = 'disabling', state_at = clock_timestamp(), state_by = $2, state_why = $3
@@ -90,10 +91,20 @@ class CareStore:
     """Endpoints as their owner looks after them, on one connection.
 
     Not safe for concurrent use; asyncpg's errors pass through.
+
+    Args:
+        timeline: the server's, read before the replica registered; None: not known.
     """
 
-    def __init__(self, connection: Connection[Any], schema: str, replica_id: int) -> None:
+    def __init__(
+        self,
+        connection: Connection[Any],
+        schema: str,
+        replica_id: int,
+        timeline: int | None = None,
+    ) -> None:
         self._db = connection
+        self._timeline = timeline
         self._schema = schema
         self._me = replica_id
         self._actor = f"replica {replica_id}"
@@ -110,6 +121,7 @@ class CareStore:
             [datetime.fromtimestamp(r.since, UTC) for _, _, r in rows],
             [r.held_until and datetime.fromtimestamp(r.held_until, UTC) for _, _, r in rows],
             [r.last_answer and orjson.dumps(r.last_answer).decode() for _, _, r in rows],
+            self._timeline,
         )
 
     async def disable(self, endpoint_id: UUID, why: str, told: Mapping[str, Any]) -> bool:
@@ -122,7 +134,7 @@ class CareStore:
             OutboxError: as in `changes.change`.
         """
         async with change(self._db, self._schema) as from_batch:
-            if not await self._db.fetchval(LOCK_OWNERSHIP, self._me, endpoint_id):
+            if not await self._db.fetchval(LOCK_OWNERSHIP, self._me, endpoint_id, self._timeline):
                 return False
             name = await self._db.fetchval(BEGIN_DISABLING, endpoint_id, self._actor, why)
             if name is None:

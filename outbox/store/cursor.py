@@ -7,17 +7,19 @@ cursor row over several of them does so in a READ COMMITTED transaction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from asyncpg import Range as PgRange
 
 from outbox.core.gaps import CursorState, Holders, Range, Step
 from outbox.errors import CursorBroken, SchemaMissing
+from outbox.store import timeline
 from outbox.store.filters import FilterStore
 from outbox.store.lanes import EVENT, delivery_of
 from outbox.store.notify import WAKE_OWNERS
 from outbox.store.reading import AWAKE, HOLDERS, READ, READ_RUNNING, reading_of
+from outbox.store.records import Fenced
 from outbox.store.routing import RoutingStore
 
 if TYPE_CHECKING:
@@ -43,7 +45,11 @@ SELECT s.seqrelid AS oid,
 """
 
 # SKIP LOCKED: another replica that sequences just now is as good as we are.
-LOCK_CURSOR = "SELECT writer, version FROM cursor FOR UPDATE SKIP LOCKED"
+LOCK_CURSOR = """
+SELECT writer, version, timeline, server_timeline() AS server_timeline,
+       (SELECT max(batch) FROM batch) AS batch
+  FROM cursor FOR UPDATE SKIP LOCKED
+"""
 
 # The newest batch is the cursor's state.
 READ_STATE = "SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1"
@@ -72,14 +78,19 @@ GIVEN_BYTES_MAX = 32 << 10
 """Payloads and headers that come back with a batch."""
 
 # The whole batch: its row, the deliveries, and the counters they came from; by the
-# leader alone, and only while nobody changed who gets what.  No row at all says
-# that nothing was done.  Other replicas, if there are any, hear of it when it
-# commits.  Some lanes get their events back, so that these need not be read again;
-# but no more than the connection's buffers take, whoever reads them or not: the
-# row is locked until all of it is sent, and a relay that is frozen must not hold it.
+# leader alone, only while nobody changed who gets what, and on the server that all
+# of it was read from: a proxy may have led us to one that does not know our last
+# batches.  No row at all says that nothing was done.  Other replicas, if there are
+# any, hear of it when it commits.  Some lanes get their events back, so that these
+# need not be read again; but no more than the connection's buffers take, whoever
+# reads them or not: the row is locked until all of it is sent, and a relay that is
+# frozen must not hold it.
 WRITE_BATCH = f"""
 WITH held AS MATERIALIZED (
-    SELECT FROM cursor WHERE writer = $12 AND version = $15 FOR UPDATE SKIP LOCKED),
+    SELECT FROM cursor
+     WHERE writer = $12 AND version = $15 AND ($18::bigint IS NULL OR server_timeline() = $18)
+       AND EXISTS (SELECT FROM batch WHERE batch = $1 - 1)
+       FOR UPDATE SKIP LOCKED),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer)
     SELECT $1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12 FROM held),
@@ -129,6 +140,12 @@ class Lock:
 
     writer: int | None
     version: int
+    timeline: int | None
+    """The server's, when it was last sequenced; None: nobody knew it."""
+    server_timeline: int | None
+    """The server's now; None: it does not say."""
+    batch: int
+    """The newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +164,20 @@ class CursorStore:
     """The sequencer's side of the database, on one connection.
 
     Not safe for concurrent use; asyncpg's errors pass through.
+
+    Args:
+        timeline: the server's, when this replica registered; None: not known.
+
+    Raises:
+        Fenced: (from `lock` and `read`) this server is on another timeline, where
+            this replica is nobody.
     """
 
     ISOLATION: Literal["read_committed"] = "read_committed"
 
-    def __init__(self, connection: Connection[Any]) -> None:
+    def __init__(self, connection: Connection[Any], timeline: int | None = None) -> None:
         self._db = connection
+        self._timeline = timeline
         self._sequence_oid: int | None = None
         self.routing = RoutingStore(connection)
         self.filters = FilterStore(connection)
@@ -188,7 +213,10 @@ class CursorStore:
     async def lock(self) -> Lock | None:
         """Take the cursor row; None when another replica holds it."""
         row = await self._db.fetchrow(LOCK_CURSOR)
-        return row and Lock(row["writer"], row["version"])
+        if row is None:
+            return None
+        self._check_timeline(row["server_timeline"])
+        return Lock(**dict(row))
 
     async def state(self) -> CursorState:
         """The cursor as the tables tell it."""
@@ -223,7 +251,9 @@ class CursorStore:
             self._sequence_oid,
             more_gaps,
         )
-        return reading_of(rows)
+        reading = reading_of(rows)
+        self._check_timeline(reading.server_timeline)
+        return reading
 
     async def running(self) -> Holders:
         """Everyone whose rows no read before this one can have seen."""
@@ -284,6 +314,7 @@ class CursorStore:
             version,
             awake,
             list(wanted),
+            self._timeline,
         )
         if not rows:
             return None
@@ -307,6 +338,18 @@ class CursorStore:
         """Put the writer's name on the cursor row."""
         await self._db.execute(SIGN_CURSOR, writer)
 
+    async def begin_timeline(self, lock: Lock, actor: str) -> Lock:
+        """Go on upon the server's timeline, with new lanes if there was another before.
+
+        Only while holding the cursor row.
+        """
+        assert lock.server_timeline is not None
+        if lock.timeline is None:
+            await timeline.note(self._db, lock.server_timeline)
+            return replace(lock, timeline=lock.server_timeline)
+        await timeline.begin(self._db, lock.batch + 1, lock.timeline, lock.server_timeline, actor)
+        return replace(lock, timeline=lock.server_timeline, version=lock.version + 1)
+
     async def set_wakeup(self, value: int) -> None:
         """Set the wake-up flag; only while holding the cursor row."""
         await self._db.execute(SET_WAKEUP, value)
@@ -316,6 +359,10 @@ class CursorStore:
         until: int = await self._db.fetchval(SLEEP_UNTIL, for_s)
         await self.set_wakeup(until)
         return until
+
+    def _check_timeline(self, server_timeline: int | None) -> None:
+        if self._timeline is not None and server_timeline != self._timeline:
+            raise Fenced
 
 
 def _multirange(ranges: Iterable[Range]) -> list[PgRange]:

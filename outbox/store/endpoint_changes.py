@@ -78,6 +78,8 @@ INSERT INTO subscription (endpoint_id, from_batch, types, tenant, all_tenants, f
 VALUES ($1, $2, $3, $4, $5, $6)
 """
 
+NEXT_GENERATION = "SELECT next_generation($1)"
+
 # Whoever claims the endpoint waits for this, so the epoch below is still the
 # endpoint's when its new lanes appear.
 LOCK_EPOCH = "SELECT epoch FROM ownership WHERE endpoint_id = $1 FOR NO KEY UPDATE"
@@ -243,7 +245,7 @@ async def update_in(
     if settings.lanes != old.lanes:
         # The lanes there are get nothing from this batch on; their owner sends
         # those of the new generation when the old ones are drained.
-        generation += 1
+        generation = await connection.fetchval(NEXT_GENERATION, generation)
         epoch = await connection.fetchval(LOCK_EPOCH, found.id)
         await connection.execute(ADD_LANES, found.id, generation, settings.lanes, from_batch, epoch)
     # An endpoint that gets nothing new begins with these when it is enabled.

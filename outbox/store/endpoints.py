@@ -102,7 +102,7 @@ class EndpointRow:
     all_tenants: bool
     lanes: int
     generation: int
-    """How often the lanes changed, from 1."""
+    """Rises when the lanes change."""
     types: tuple[str, ...]
     owed: int
     """Deliveries that are neither acknowledged nor given up."""

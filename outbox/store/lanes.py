@@ -25,9 +25,12 @@ READ_LAST_BATCH = "SELECT max(batch) FROM batch"
 
 # Checkpoint and counter of every lane that still owes something or may, or holds
 # newer ones until an operator decides, and when the first delivery that it owes
-# was given its number.
+# was given its number.  A lane has ended when there is a newer generation, or when
+# whoever sequences next will begin one because the server's timeline changed.
 READ_LANES = """
-SELECT l.id, l.endpoint_id, l.generation, l.slot, l.generation < e.generation AS ended,
+SELECT l.id, l.endpoint_id, l.generation, l.slot,
+       l.generation < e.generation
+           OR EXISTS (SELECT FROM cursor WHERE timeline <> server_timeline()) AS ended,
        c.last_seq, p.acked_seq, p.delivered_seq, p.floor_batch, p.head_seq, p.attempts, p.spent,
        p.first_attempt_at, p.next_attempt_at, p.last_answer, p.success_at,
        b.lane_id IS NOT NULL AS blocked,

@@ -83,7 +83,7 @@ READ = f"""
 WITH event AS MATERIALIZED ({READ_EVENTS})
 SELECT id, tenant, type, spread, NULL::bigint AS last_id, NULL::bigint AS wakeup,
        NULL::bigint AS waiting, NULL::text[] AS holders, NULL::bigint AS leader,
-       NULL::bigint AS version
+       NULL::bigint AS version, NULL::bigint AS server_timeline
   FROM event
  UNION ALL
 SELECT NULL, NULL, NULL, NULL,
@@ -96,7 +96,7 @@ SELECT NULL, NULL, NULL, NULL,
        CASE WHEN cardinality($2) > 0 OR $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
             THEN array({HOLDERS.replace("$1", "$5")}) END,
-       writer, version
+       writer, version, server_timeline()
   FROM cursor
 """  # noqa: S608 (constants only)
 
@@ -116,6 +116,8 @@ class Reading:
     """Who may still insert an id that is missing; None: none is."""
     leader: int | None
     version: int
+    server_timeline: int | None = None
+    """None: the server does not say."""
 
 
 def reading_of(rows: Sequence[Any]) -> Reading:
@@ -134,4 +136,5 @@ def reading_of(rows: Sequence[Any]) -> Reading:
         None if holders is None else frozenset(holders),
         said["leader"],
         said["version"],
+        said["server_timeline"],
     )

@@ -1,7 +1,7 @@
 """The recorder's SQL: writing what became of deliveries.
 
 Whatever is written for a lane is one statement that begins with the *fence*:
-the replica's own row, locked FOR KEY SHARE while its lease runs.  Whoever
+the replica's own row, locked FOR KEY SHARE while its lease runs (see `fence`).  Whoever
 takes over deletes that row first, so a stale statement finds no fence and
 writes nothing; and since it is one statement, no lock is ever held while the
 database waits for this process.
@@ -16,7 +16,7 @@ import orjson
 
 from outbox.core.request import Delivery
 from outbox.core.steps import DeadRange
-from outbox.store.replicas import FENCE
+from outbox.store.replicas import fence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ _ATTEMPTS = """
 """
 
 # A group of successes: the acknowledgements.
-WRITE_GROUP = f"""{FENCE}
+WRITE_GROUP = f"""{fence("$11")}
 INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
                      elapsed_ms, replica_id)
 SELECT a.*, $1 FROM fence, {_ATTEMPTS}
@@ -43,7 +43,7 @@ SELECT a.*, $1 FROM fence, {_ATTEMPTS}
 # any more (its epoch moved on) writes nothing at all.  A range that follows one
 # of the same reason makes that one longer: a backlog is cut again and again.  Not
 # one that an operator is just deciding about, for whom no acknowledgement waits.
-WRITE_RECORDS = f"""{FENCE},
+WRITE_RECORDS = f"""{fence("$40")},
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
@@ -104,7 +104,7 @@ SELECT lane_id FROM moved
 """  # noqa: S608 (constants only)
 
 # Checkpoints move forward only, and only in the owner's epoch.
-WRITE_CHECKPOINTS = f"""{FENCE}
+WRITE_CHECKPOINTS = f"""{fence("$8")}
 UPDATE lane_progress p
    SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq, floor_batch = v.floor_batch,
        head_seq = NULL, attempts = 0, spent = 0, first_attempt_at = NULL,
@@ -119,7 +119,7 @@ RETURNING p.lane_id
 
 # The end of an endpoint that is removed or disabled: everything its lanes still
 # owe becomes one range per lane.  Only a removed one forgets its secrets.
-FINISH = f"""{FENCE},
+FINISH = f"""{fence("$5")},
 ended AS (
     UPDATE endpoint e
        SET state = CASE e.state WHEN 'removing' THEN 'removed' ELSE 'disabled' END
@@ -159,14 +159,20 @@ class Fenced(Exception):
 class RecordStore:
     """Writes what became of deliveries, on one connection.
 
+    Args:
+        timeline: the server's, read before the replica registered; None: not known.
+
     Raises:
         Fenced: nothing (or not everything) was written, because this replica
             is no longer the owner; it must stop.
     """
 
-    def __init__(self, connection: Connection[Any], replica_id: int) -> None:
+    def __init__(
+        self, connection: Connection[Any], replica_id: int, timeline: int | None = None
+    ) -> None:
         self._db = connection
         self._me = replica_id
+        self._timeline = timeline
 
     async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
         """Write a group; all of it or, when fenced off, none of it."""
@@ -190,7 +196,7 @@ class RecordStore:
         )
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
-            written = await self._db.execute(WRITE_GROUP, self._me, *attempts)
+            written = await self._db.execute(WRITE_GROUP, self._me, *attempts, self._timeline)
             if written != f"INSERT 0 {len(records)}":
                 raise Fenced
             return
@@ -216,7 +222,9 @@ class RecordStore:
             ),
         )
         dead = _columns(17, (_dead_row(r, r.dead) for r, _ in urgent if r.dead is not None))
-        moved = await self._db.fetch(WRITE_RECORDS, self._me, *attempts, *progress, *dead)
+        moved = await self._db.fetch(
+            WRITE_RECORDS, self._me, *attempts, *progress, *dead, self._timeline
+        )
         if len(moved) != len(urgent):
             raise Fenced
 
@@ -231,19 +239,21 @@ class RecordStore:
             [p.delivered_seq for _, _, p in rows],
             [p.floor_batch for _, _, p in rows],
             [_time(p.success_at) for _, _, p in rows],
+            self._timeline,
         )
         return {r["lane_id"] for r in written}
 
     async def finish(self, endpoint_id: UUID, lanes: Sequence[tuple[int, int]]) -> None:
         """Give up what the (lane, acked number) pairs of an endpoint that ends still owe."""
-        fence = await self._db.fetchval(
+        fenced = await self._db.fetchval(
             FINISH,
             self._me,
             endpoint_id,
             [lane_id for lane_id, _ in lanes],
             [acked for _, acked in lanes],
+            self._timeline,
         )
-        if not fence:
+        if not fenced:
             raise Fenced
 
 

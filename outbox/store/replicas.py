@@ -18,11 +18,23 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-# The beginning of whatever a replica writes: its own row, locked while its lease
-# runs ($1 is the replica).
-FENCE = """
+# A replica's own row, while its lease runs ($1 is the replica), on the server that
+# it registered at: after a fail-over behind a proxy, its number may be another
+# one's, and the lanes that it knows may owe something else.
+OWN_ROW = """id = $1 AND expires_at > clock_timestamp()
+       AND ({0}::bigint IS NULL OR server_timeline() = {0})"""
+
+
+def fence(timeline: str) -> str:
+    """The beginning of whatever a replica writes: its own row, locked.
+
+    Args:
+        timeline: the parameter with the server's timeline, as of its registration.
+    """
+    return f"""
 WITH fence AS MATERIALIZED (
-    SELECT 1 FROM replica WHERE id = $1 AND expires_at > clock_timestamp() FOR KEY SHARE)"""
+    SELECT 1 FROM replica WHERE {OWN_ROW.format(timeline)} FOR KEY SHARE)"""  # noqa: S608
+
 
 REGISTER = """
 INSERT INTO replica (name, version, pids, lease_s, expires_at)
@@ -34,12 +46,12 @@ RETURNING id
 SET_PIDS = "UPDATE replica SET pids = $2 WHERE id = $1"
 
 # A lapsed lease is not renewed: the replica has to register anew.
-RENEW = """
+RENEW = f"""
 UPDATE replica
    SET renewals = renewals + 1,
        expires_at = clock_timestamp() + make_interval(secs => lease_s)
- WHERE id = $1 AND expires_at > clock_timestamp()
-"""
+ WHERE {OWN_ROW.format("$2")}
+"""  # noqa: S608 (constants only)
 
 READ_PEERS = "SELECT id, renewals, lease_s FROM replica"
 
@@ -47,7 +59,8 @@ READ_PEERS = "SELECT id, renewals, lease_s FROM replica"
 # now, and shuts out every later one.  Whoever was judged by its counter ($2) is
 # only buried while it stands there: the answer that told of it may be an old one.
 LOCK_REPLICA = """
-SELECT name FROM replica WHERE id = $1 AND renewals = coalesce($2, renewals) FOR UPDATE
+SELECT name FROM replica
+ WHERE id = $1 AND renewals = coalesce($2, renewals) AND name = coalesce($3, name) FOR UPDATE
 """
 
 BACKENDS = """
@@ -74,7 +87,7 @@ SELECT 'endpoint_freed', $2, endpoint_id,
 
 REMOVE_REPLICA = "DELETE FROM replica WHERE id = $1"
 
-FREE_SOME = f"""{FENCE},
+FREE_SOME = f"""{fence("$5")},
 mine AS MATERIALIZED (
     SELECT endpoint_id FROM ownership WHERE replica_id = $1 AND endpoint_id = ANY ($2)
      ORDER BY endpoint_id FOR NO KEY UPDATE),
@@ -96,7 +109,7 @@ SELECT o.endpoint_id
  WHERE o.replica_id IS NULL
 """
 
-CLAIM = f"""{FENCE},
+CLAIM = f"""{fence("$4")},
 unowned AS MATERIALIZED (
     SELECT endpoint_id FROM ownership WHERE replica_id IS NULL AND endpoint_id = ANY ($2)
      ORDER BY endpoint_id FOR NO KEY UPDATE),
@@ -144,10 +157,14 @@ class ReplicaStore:
     """Leases and ownership, on one connection.
 
     Not safe for concurrent use; asyncpg's errors pass through.
+
+    Args:
+        timeline: the server's, read before the replica registered; None: not known.
     """
 
-    def __init__(self, connection: Connection[Any]) -> None:
+    def __init__(self, connection: Connection[Any], timeline: int | None = None) -> None:
         self._db = connection
+        self._timeline = timeline
 
     async def register(self, name: str, version: str, lease_s: float) -> int:
         """A new replica; its lease begins now.  Returns its id."""
@@ -160,7 +177,7 @@ class ReplicaStore:
 
     async def renew(self, replica_id: int) -> bool:
         """Whether the lease was still running, and now runs anew."""
-        return str(await self._db.execute(RENEW, replica_id)) == "UPDATE 1"
+        return str(await self._db.execute(RENEW, replica_id, self._timeline)) == "UPDATE 1"
 
     async def peers(self) -> list[Peer]:
         """Every registered replica, this one among them."""
@@ -169,13 +186,21 @@ class ReplicaStore:
         ]
 
     async def bury(
-        self, replica_id: int, actor: str, lock_timeout_s: float, renewals: int | None = None
+        self,
+        replica_id: int,
+        actor: str,
+        lock_timeout_s: float,
+        renewals: int | None = None,
+        *,
+        called: str | None = None,
     ) -> bool:
         """Free everything a dead replica owns, and fence it off.
 
         Args:
             renewals: the counter by which it was taken for dead; None: it is
                 known to have ended.
+            called: only if that is its name; after a fail-over its number may
+                have been given to another replica.
 
         Returns:
             False when it is gone already, has renewed its lease since then, or
@@ -185,7 +210,8 @@ class ReplicaStore:
         try:
             async with self._db.transaction():
                 await self._db.execute(f"SET LOCAL lock_timeout = {int(lock_timeout_s * 1000)}")
-                if await self._db.fetchval(LOCK_REPLICA, replica_id, renewals) is None:
+                locked = await self._db.fetchval(LOCK_REPLICA, replica_id, renewals, called)
+                if locked is None:
                     return False
                 # A frozen one may also be in the way where this lock does not tell:
                 # in the middle of an answer that nobody takes, on the cursor row.
@@ -202,7 +228,7 @@ class ReplicaStore:
     async def leave(self, replica_id: int, actor: str) -> None:
         """A clean stop: everything is free at once."""
         async with self._db.transaction():
-            await self._db.execute(LOCK_REPLICA, replica_id, None)
+            await self._db.execute(LOCK_REPLICA, replica_id, None, None)
             await self._db.execute(FREE_ALL, replica_id, actor, "clean stop")
             await self._db.execute(REMOVE_REPLICA, replica_id)
 
@@ -215,7 +241,7 @@ class ReplicaStore:
     ) -> dict[UUID, int]:
         """Take free endpoints; returns the epoch of those that were got."""
         async with self._db.transaction(isolation="read_committed"):
-            rows = await self._db.fetch(CLAIM, replica_id, endpoint_ids, actor)
+            rows = await self._db.fetch(CLAIM, replica_id, endpoint_ids, actor, self._timeline)
             epochs: dict[UUID, int] = {r["endpoint_id"]: r["epoch"] for r in rows}
             await self._db.execute(STAMP, list(epochs), list(epochs.values()))
         return epochs
@@ -224,4 +250,4 @@ class ReplicaStore:
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str, why: str
     ) -> None:
         """Hand endpoints back, after everything in their lanes is written."""
-        await self._db.execute(FREE_SOME, replica_id, endpoint_ids, actor, why)
+        await self._db.execute(FREE_SOME, replica_id, endpoint_ids, actor, why, self._timeline)

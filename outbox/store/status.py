@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 # The newest batch, and the first event it has not seen.  The sequence tells how
 # many ids were given out; some of those above `high` may be rolled back.
 CURSOR = """
-SELECT b.batch, b.high, b.at, clock_timestamp() AS seen_at,
+SELECT b.batch, b.high, b.at, clock_timestamp() AS seen_at, c.timeline, c.timeline_at,
        coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0)
            AS last_id,
        (SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
           FROM outbox o WHERE o.id > b.high ORDER BY o.id LIMIT 1) AS waiting_s
-  FROM batch b ORDER BY b.batch DESC LIMIT 1
+  FROM batch b, cursor c ORDER BY b.batch DESC LIMIT 1
 """
 
 # Open gaps: ids that were given out and may still appear.
@@ -118,6 +118,10 @@ class Cursor:
     at: datetime
     waiting_s: float | None
     """Age of the oldest event that is not sequenced yet; None: nothing waits."""
+    timeline: int | None
+    """The server's, when something was last sequenced; None: it does not say."""
+    timeline_at: datetime | None
+    """When that changed, and new lanes began; None: never."""
 
     @property
     def lag(self) -> int:

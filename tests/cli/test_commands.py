@@ -486,6 +486,14 @@ def test_status(here: Command, database: Database) -> None:
     assert "and 1 endpoint more; see: outbox endpoint list" in here("status", "--limit", 1).out
 
 
+def test_status_says_when_the_timeline_changed(here: Command, database: Database) -> None:
+    assert "timeline" not in here("status").out
+    execute(database, "UPDATE cursor SET timeline = 2, timeline_at = now() - interval '1 minute'")
+    assert re.search(r"^timeline +2 since \S+, with new lanes$", here("status").out, re.MULTILINE)
+    seen = here("status", "--json").json["cursor"]
+    assert (seen["timeline"], seen["timeline_at"] is None) == (2, False)
+
+
 def test_ids_that_were_rolled_back_are_no_lag(here: Command, database: Database) -> None:
     execute(database, "SELECT nextval('outbox_id_seq')")
     seen = here("status", "--json").json["cursor"]

@@ -244,6 +244,27 @@ async def test_connections_that_run_out(db: Connection[Any]) -> None:
 
 
 @pytest.mark.one_major
+async def test_a_timeline_that_changed_or_is_not_said(db: Connection[Any]) -> None:
+    assert await told(db, "timeline") == []
+    await db.execute("UPDATE cursor SET timeline = 7")
+    found = await the_one(db, "timeline")
+    assert found.severity is Severity.WARNING
+    assert "is on timeline 1, and what was sequenced last was on timeline 7" in found.says
+    await db.execute(
+        "UPDATE cursor SET timeline = 1, timeline_at = clock_timestamp() - interval '3 hours'"
+    )
+    (found,) = [f for f in await findings(db) if f.check == "timeline"]
+    assert found.says == "timeline 1; new lanes began with it 3 h ago"
+    await db.execute(
+        "CREATE OR REPLACE FUNCTION server_timeline() RETURNS bigint "
+        "LANGUAGE sql AS 'SELECT NULL::bigint'"
+    )
+    found = await the_one(db, "timeline")
+    assert found.says.startswith("the server does not say its timeline")
+    await db.execute(sql_of(found).partition(";")[0])
+
+
+@pytest.mark.one_major
 async def test_commits_that_a_crash_takes_back(db: Connection[Any]) -> None:
     found = await the_one(db, "durability")
     assert (found.severity, "fsync" in found.says) == (Severity.WARNING, True)

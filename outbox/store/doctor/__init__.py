@@ -45,6 +45,7 @@ _FIRST: tuple[tuple[str, Check], ...] = (
 
 _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
     ("durability", server.durability),
+    ("timeline", server.timeline),
     ("connections", server.connections),
     ("clock", server.clock),
     ("sequence", schema.sequence),

@@ -36,6 +36,12 @@ SELECT (SELECT coalesce(sum(numbackends), 0) FROM pg_stat_database)::integer AS 
        - coalesce(current_setting('reserved_connections', true)::integer, 0) AS usable
 """
 
+TIMELINE = """
+SELECT server_timeline() AS server, timeline AS known, current_user AS role,
+       extract(epoch FROM clock_timestamp() - timeline_at)::float8 AS since_s
+  FROM cursor
+"""
+
 CLOCK = "SELECT extract(epoch FROM clock_timestamp())::float8"
 
 
@@ -76,6 +82,29 @@ async def durability(look: Look) -> AsyncIterator[Said]:
         )
     elif not off:
         yield ok("commits reach the disk before anything is sent")
+
+
+async def timeline(look: Look) -> AsyncIterator[Said]:
+    """A fail-over is noticed, and no lane goes on that may have lost numbers by it."""
+    row = await look.db.fetchrow(TIMELINE)
+    if row["server"] is None:
+        yield warning(
+            "the server does not say its timeline: after a fail-over that loses commits, numbers "
+            "that receivers have seen may come again for other events",
+            "GRANT EXECUTE ON FUNCTION pg_current_wal_insert_lsn(), pg_walfile_name(pg_lsn) TO "
+            f'"{row["role"]}"; where that cannot be, change every endpoint\'s number of lanes '
+            "after such a fail-over, before a relay runs again",
+        )
+    elif row["known"] not in (None, row["server"]):
+        yield warning(
+            f"the server is on timeline {row['server']}, and what was sequenced last was on "
+            f"timeline {row['known']}: it was promoted, or recovered, since then",
+            "a relay that lives begins new lanes by itself; if none does: outbox relay",
+        )
+    elif row["since_s"] is None:
+        yield ok(f"timeline {row['server']}")
+    else:
+        yield ok(f"timeline {row['server']}; new lanes began with it {age(row['since_s'])} ago")
 
 
 async def connections(look: Look) -> AsyncIterator[Said]:

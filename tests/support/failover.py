@@ -1,0 +1,107 @@
+"""A primary and an asynchronous standby of it, for a fail-over that loses commits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import asyncpg
+
+from outbox.embedded import EmbeddedPostgres
+from outbox.store.migrate import migrate
+from tests.support.postgres import SCHEMA, TEST_SETTINGS, Database, Server, memory
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+_NAME = "app"
+_FOLLOW_S, _PROMOTE_S = 30, 60
+
+
+class Pair(Database):
+    """A migrated database on a primary and on a standby that follows it until `cut`.
+
+    Its DSN names both servers, and leads to whichever is the primary.
+    """
+
+    def __init__(self, primary: Server, standby: EmbeddedPostgres) -> None:
+        super().__init__(primary, _NAME)
+        self._primary = primary.embedded
+        self._standby = standby
+
+    @property
+    def dsn(self) -> str:
+        return (
+            f"postgresql://postgres@/{self.name}?port=5432,5432&target_session_attrs=primary"
+            f"&host={self._primary.socket_dir},{self._standby.socket_dir}"
+        )
+
+    async def cut(self) -> None:
+        """The standby has what was committed until now, and gets nothing more."""
+        async with self.connection() as primary:
+            committed = await primary.fetchval("SELECT pg_current_wal_lsn()")
+        standby = await asyncpg.connect(self._standby.dsn())
+        follows = "SELECT pg_last_wal_replay_lsn() >= $1"
+        await until(lambda: standby.fetchval(follows, committed), _FOLLOW_S, "the standby")
+        await standby.execute("ALTER SYSTEM SET primary_conninfo = ''")
+        await standby.execute("SELECT pg_reload_conf()")
+        alone = "SELECT NOT EXISTS (SELECT FROM pg_stat_wal_receiver)"
+        await until(lambda: standby.fetchval(alone), _FOLLOW_S, "the standby to be cut off")
+        await standby.close()
+
+    async def fail_over(self) -> None:
+        """The primary dies, and the standby takes its place with what it has."""
+        await asyncio.to_thread(self._primary.kill)
+        standby = await asyncpg.connect(self._standby.dsn())
+        assert await standby.fetchval("SELECT pg_promote(true, $1)", _PROMOTE_S)
+        await standby.close()
+
+
+@asynccontextmanager
+async def pair(major: int) -> AsyncIterator[Pair]:
+    """Two servers of the test's own, which end with the block."""
+    primary = Server(major)
+    directory = _open_directory()
+    try:
+        standby = EmbeddedPostgres(
+            major, data_dir=directory / "data", temporary_in=memory(), settings=TEST_SETTINGS
+        )
+        async with primary.embedded:
+            await asyncio.to_thread(_clone, primary.embedded, directory / "data")
+            async with standby:
+                database = Pair(primary, standby)
+                await primary.execute(f"CREATE DATABASE {_NAME}")
+                async with database.connection() as connection:
+                    await migrate(connection, SCHEMA)
+                try:
+                    yield database
+                finally:
+                    await database.close()
+    finally:
+        shutil.rmtree(directory)
+
+
+def _open_directory() -> Path:
+    """One that the account that the servers run as can pass through."""
+    directory = Path(tempfile.mkdtemp(prefix="outbox-test-", dir=memory()))
+    directory.chmod(0o755)
+    return directory
+
+
+def _clone(primary: EmbeddedPostgres, target: Path) -> None:
+    """Copy the cluster while it rests, and let the copy follow it."""
+    primary.halt()
+    shutil.copytree(primary.data_dir, target)
+    (target / "standby.signal").touch()
+    with (target / "postgresql.auto.conf").open("a") as conf:
+        conf.write(f"primary_conninfo = 'host={primary.socket_dir} port=5432 user=postgres'\n")
+    owner = primary.data_dir.stat()
+    for path in [target, *target.rglob("*")]:
+        os.chown(path, owner.st_uid, owner.st_gid)
+    primary.start()
