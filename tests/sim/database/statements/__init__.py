@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from outbox.store import care as care_store
+from outbox.store import cursor, replicas
+from outbox.store import records as record_store
 from tests.sim.database.statements import care, lanes, operators, ownership, records, sequencing
 from tests.sim.database.statements.registry import ANSWERS, PREFIXES
 
@@ -20,10 +23,28 @@ if TYPE_CHECKING:
 __all__ = ["ANSWERS", "answer", "care", "lanes", "operators", "ownership", "records", "sequencing"]
 
 
+# They end with the timeline that their replica registered on.
+FENCED = {
+    record_store.WRITE_GROUP,
+    record_store.WRITE_RECORDS,
+    record_store.WRITE_CHECKPOINTS,
+    record_store.FINISH,
+    care_store.WRITE_HEALTH,
+    care_store.LOCK_OWNERSHIP,
+    replicas.RENEW,
+    replicas.FREE_SOME,
+    replicas.CLAIM,
+    cursor.WRITE_BATCH,
+}
+
+
 def answer(
     database: Database, sql: str, args: tuple[Any, ...]
 ) -> Callable[[Transaction], Any]:
-    """What the server does for a statement."""
+    """What the server does for a statement; it never says its timeline."""
+    if sql in FENCED:
+        args, (timeline,) = args[:-1], args[-1:]
+        assert timeline is None
     handler = database.changed.get(sql) or ANSWERS.get(sql)
     if handler is not None:
         return lambda tx: handler(database, tx, *args)

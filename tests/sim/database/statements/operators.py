@@ -40,6 +40,11 @@ def lock_epoch(db: Database, tx: Transaction, endpoint_id: UUID) -> Steps:
     return [{"epoch": row["epoch"]}]
 
 
+@answers(endpoint_changes.NEXT_GENERATION)
+def next_generation(db: Database, tx: Transaction, generation: int) -> list[Row]:
+    return [{"next_generation": generation + 1}]
+
+
 @answers(endpoint_changes.ADD_LANES)
 def add_lanes(
     db: Database,

@@ -110,11 +110,15 @@ def set_lock_timeout(db: Database, tx: Transaction, milliseconds: str) -> str:
 
 @answers(replicas.LOCK_REPLICA)
 def lock_replica(
-    db: Database, tx: Transaction, replica_id: int, renewals: int | None
+    db: Database, tx: Transaction, replica_id: int, renewals: int | None, called: str | None
 ) -> Steps:
     def meant() -> bool:
         row = tx.get(db.replica, replica_id)
-        return row is not None and renewals in (None, row["renewals"])
+        return (
+            row is not None
+            and renewals in (None, row["renewals"])
+            and called in (None, row["name"])
+        )
 
     if not meant():
         return []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 from asyncpg import Range
 
-from outbox.store import cursor, lanes, reading, routing
+from outbox.store import cursor, lanes, reading, routing, timeline
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers
 from tests.sim.database.tables import AWAKE, SCHEMA, Batch, Given
@@ -33,7 +33,13 @@ def lock_cursor(db: Database, tx: Transaction) -> list[Row]:
         return []
     row = tx.get(db.cursor, 1)
     assert row is not None
-    return [dict(row)]
+    silent = {"timeline": None, "server_timeline": None}
+    return [{**row, **silent, "batch": db.batches[-1].batch}]
+
+
+@answers(timeline.READ_TIMELINE)
+def read_timeline(db: Database, tx: Transaction) -> list[Row]:
+    return [{"server_timeline": None}]
 
 
 @answers(cursor.READ_STATE)
@@ -109,6 +115,7 @@ def read(
         "holders": list(db.holders) if missing else None,
         "leader": row["writer"],
         "version": row["version"],
+        "server_timeline": None,
     }
     return [_sighting(event) for event in events] + [said]
 
@@ -230,6 +237,8 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
     row = tx.get(db.cursor, 1)
     assert row is not None
     if (row["writer"], row["version"]) != (writer, version):
+        return []
+    if batch > db.batches[-1].batch + 1:
         return []
     tx.wrote()
     if db.rng.random() < 0.2:
