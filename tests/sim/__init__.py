@@ -6,9 +6,10 @@
     receivers     the network to the receivers, and what these do
     producers     the application; operators: people
     faults        what goes wrong, and when
-    checks        what must hold at every step, and at the end
+    checks        what must hold at every step; rest: at the end; books: what they go by
     mutants       known mistakes, each of which must be caught
-    simulation    one seed, from the set-up to the verdict
+    simulation    one seed, from the set-up to the verdict; hunt: many of them
+    agreement     one script for both servers, the real one and ours
 
 The relays are the real ones, from `outbox.relay.relay` down to the Python side of
 `outbox.store`; what answers them is written anew here, from PostgreSQL's rules

@@ -8,10 +8,11 @@ and at what the receivers processed.  They share no code with the relay.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
+
+from tests.sim.books import Attempt, LaneBook, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,17 +23,6 @@ if TYPE_CHECKING:
     from tests.sim.clockwork import Process, World
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Batch, Database, Given, Tried
-
-
-class Violation(Exception):
-    """An invariant was broken."""
-
-    def __init__(self, rule: str, what: str) -> None:
-        super().__init__(rule, what)
-        self.rule = rule
-
-    def __str__(self) -> str:
-        return ": ".join(self.args)
 
 
 M = TypeVar("M", bound="Callable[..., None]")
@@ -48,70 +38,6 @@ def reports(method: M) -> M:
             self.violations.append(violation)
 
     return cast("M", checked)
-
-
-@dataclass(eq=False)
-class Attempt:
-    """One request, as the wire carries it."""
-
-    process: Process
-    endpoint_id: UUID
-    lane: str
-    seq: int
-    previous: int
-    number: int
-    delivery: str
-    event_id: str
-    key: str | None
-    version: int
-    is_replay: bool
-    began_at: float
-    again: bool = False
-    """Its receiver had processed it before."""
-
-    @property
-    def outbox_number(self) -> int:
-        return int(self.event_id.replace("-", ""), 16) >> 64
-
-
-@dataclass
-class LaneBook:
-    """What is known of one lane."""
-
-    id: int
-    endpoint_id: UUID
-    generation: int
-    last_seq: int = 0
-    events: dict[int, int] = field(default_factory=dict)
-    """The event of each number."""
-    versions: dict[str, int] = field(default_factory=dict)
-    """The last version of each key that was given a number, replays apart."""
-    ended: set[int] = field(default_factory=set)
-    """Numbers with a durable outcome, above `ended_through`."""
-    ended_through: int = 0
-    dead: set[int] = field(default_factory=set)
-    """Numbers that were given up."""
-    told: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """X-Delivery and event of each number that was sent."""
-    attempts: dict[int, int] = field(default_factory=dict)
-    done_through: int = 0
-    done: set[int] = field(default_factory=set)
-    """Numbers whose sender got a success, above `done_through`."""
-    done_at: dict[int, float] = field(default_factory=dict)
-    """When the sender of a number got a success, last."""
-    open: dict[Attempt, None] = field(default_factory=dict)
-
-    def end(self, seq: int) -> None:
-        self.ended.add(seq)
-        while self.ended_through + 1 in self.ended:
-            self.ended_through += 1
-            self.ended.discard(self.ended_through)
-
-    def finish(self, seq: int) -> None:
-        self.done.add(seq)
-        while self.done_through + 1 in self.done or self.done_through + 1 in self.dead:
-            self.done_through += 1
-            self.done.discard(self.done_through)
 
 
 class Checker:
@@ -131,15 +57,15 @@ class Checker:
     ) -> None:
         self._tell = tell
         self._world = world
-        self._db = database
+        self.database = database
         self._latency_s = latency_s
         self.lanes: dict[str, LaneBook] = {}
         self._by_id: dict[int, LaneBook] = {}
-        self._sequenced: dict[UUID, set[int]] = defaultdict(set)
-        self._in_batch: dict[int, int] = {}
+        self.sequenced: dict[UUID, set[int]] = defaultdict(set)
+        self.in_batch: dict[int, int] = {}
         self._dead_ids: set[int] = set()
         self._visible_at: dict[int, float] = {}
-        self._processed: dict[UUID, dict[str, float]] = defaultdict(dict)
+        self.received: dict[UUID, dict[str, float]] = defaultdict(dict)
         self._versions: dict[tuple[UUID, str], int] = defaultdict(int)
         self._owner_of: dict[int, str] = {}
         self._acked: dict[int, int] = {}
@@ -159,7 +85,7 @@ class Checker:
 
     @reports
     def _committed(self, tx: Transaction) -> None:
-        db = self._db
+        db = self.database
         lanes = tx.writes.get(db.lane)
         if lanes:
             for row in lanes.values():
@@ -181,8 +107,8 @@ class Checker:
         for row in (tx.writes.get(db.dead_letter) or {}).values():
             if row is not None:
                 self._dead(row)
-        for _, what in (note for note in tx.notes if note[0] == "attempts"):
-            for lane_id, tried in what:
+        for kind, what in tx.notes:
+            for lane_id, tried in what if kind == "attempts" else ():
                 book = self._by_id[lane_id]
                 if tried.outcome == "delivered" and book.ended_through < tried.seq:
                     raise Violation("log", f"lane {lane_id}: {tried.seq} ends before those below")
@@ -207,21 +133,21 @@ class Checker:
     def _event(self, event_id: int, quiet: bool) -> None:
         if not quiet:
             self._visible_at[event_id] = self._world.now
-        self._tell(f"event {event_id} is visible; flag {self._db.wakeup}")
+        self._tell(f"event {event_id} is visible; flag {self.database.wakeup}")
         if event_id in self._dead_ids:
             raise Violation("loss", f"event {event_id} appears after it was declared dead")
 
     def _batch(self, batch: Batch, given: list[tuple[int, Given]]) -> None:
-        db = self._db
+        db = self.database
         before = db.batches[-2]
         self._tell(f"{batch}")
         if batch.batch != before.batch + 1 or batch.high < before.high:
             raise Violation("cursor", f"batch {batch.batch} to {batch.high} follows {before}")
         for lo, hi in batch.dead:
-            for each in range(lo, hi + 1):
-                self._dead_ids.add(each)
-                if each in db.outbox:
-                    raise Violation("loss", f"event {each} is there, and was declared dead")
+            ids = range(lo, hi + 1)
+            self._dead_ids.update(ids)
+            if there := [i for i in ids if i in db.outbox]:
+                raise Violation("loss", f"events {there} are there, and were declared dead")
         for lane_id, each in given:
             book = self._by_id[lane_id]
             if each.seq != book.last_seq + 1:
@@ -238,10 +164,10 @@ class Checker:
                 raise Violation("routing", f"{endpoint['name']} gets nothing in {batch.batch}")
             if each.replay_id is not None:
                 continue
-            if each.outbox_id in self._sequenced[book.endpoint_id]:
+            if each.outbox_id in self.sequenced[book.endpoint_id]:
                 raise Violation("twice", f"event {each.outbox_id} for {endpoint['name']}")
-            self._sequenced[book.endpoint_id].add(each.outbox_id)
-            self._in_batch[each.outbox_id] = batch.batch
+            self.sequenced[book.endpoint_id].add(each.outbox_id)
+            self.in_batch[each.outbox_id] = batch.batch
             self._in_time(each.outbox_id)
             if event.key is not None:
                 version = orjson.loads(event.payload)["v"]
@@ -254,7 +180,7 @@ class Checker:
             s["endpoint_id"] == endpoint_id
             and s["from_batch"] <= batch
             and (s["to_batch"] is None or batch < s["to_batch"])
-            for s in self._db.subscription.rows.values()
+            for s in self.database.subscription.rows.values()
         )
 
     def _in_time(self, event_id: int) -> None:
@@ -264,11 +190,13 @@ class Checker:
         waited_s = self._world.now - visible_at
         self.latencies.append(waited_s)
         if waited_s > self._latency_s and visible_at > self.troubled_until:
-            raise Violation("wake-up", f"event {event_id} was seen {waited_s:.2f} s after its commit")
+            raise Violation(
+                "wake-up", f"event {event_id} was seen {waited_s:.2f} s after its commit"
+            )
 
     def _fenced(self, replica_id: int, lane_id: int) -> None:
         book = self._by_id[lane_id]
-        owner = self._db.ownership.rows[book.endpoint_id]["replica_id"]
+        owner = self.database.ownership.rows[book.endpoint_id]["replica_id"]
         if owner != replica_id:
             raise Violation("fence", f"replica {replica_id} writes for lane {lane_id} of {owner}")
 
@@ -298,7 +226,8 @@ class Checker:
                     other = attempt.process
                     if other.name != name and not other.frozen and not other.dead:
                         raise Violation(
-                            "lease", f"{other.name} has {attempt.lane}/{attempt.seq} open, {name} claims"
+                            "lease",
+                            f"{other.name} has {attempt.lane}/{attempt.seq} open, {name} claims",
                         )
 
     # --------------------------------------------------------------- the wire
@@ -339,14 +268,14 @@ class Checker:
     def _check_begin(self, book: LaneBook, attempt: Attempt) -> None:
         where = f"{attempt.process.name}: {attempt.lane}/{attempt.seq}"
         seq = attempt.seq
-        owner = self._db.ownership.rows[book.endpoint_id]["replica_id"]
+        owner = self.database.ownership.rows[book.endpoint_id]["replica_id"]
         if owner is None or self._owner_of[owner] != attempt.process.name:
             raise Violation("lease", f"{where} is sent, and replica {owner} owns it")
         if any(other.process is attempt.process for other in book.open):
             raise Violation("one request", f"{where}: another one of its lane is open")
         if seq > book.last_seq:
             raise Violation("numbers", f"{where} was never given out")
-        event_id = str(self._db.outbox[book.events[seq]].event_id)
+        event_id = str(self.database.outbox[book.events[seq]].event_id)
         told = (attempt.delivery, attempt.event_id)
         if attempt.event_id != event_id or book.told.setdefault(seq, told) != told:
             raise Violation("numbers", f"{where} changed its event")
@@ -379,7 +308,7 @@ class Checker:
     def thawed(self, process: Process) -> None:
         """A moment ago; what it may not have open any more, it has closed by now."""
         for book in self.lanes.values():
-            owner = self._db.ownership.rows[book.endpoint_id]["replica_id"]
+            owner = self.database.ownership.rows[book.endpoint_id]["replica_id"]
             if owner is not None and self._owner_of[owner] == process.name:
                 continue
             for attempt in book.open:
@@ -405,13 +334,13 @@ class Checker:
     @reports
     def processed(self, attempt: Attempt) -> None:
         """The receiver did what the event asks for."""
-        seen = self._processed[attempt.endpoint_id]
+        seen = self.received[attempt.endpoint_id]
         if attempt.delivery in seen:
             self.duplicates += 1
             attempt.again = True
             return
         seen[attempt.delivery] = self._world.now
-        if attempt.outbox_number not in self._db.outbox:
+        if attempt.outbox_number not in self.database.outbox:
             raise Violation("phantom", f"{attempt.event_id} was never committed")
         if attempt.key is not None and not attempt.is_replay:
             at = (attempt.endpoint_id, attempt.key)
@@ -422,82 +351,3 @@ class Checker:
                     f"v{self._versions[at]}",
                 )
             self._versions[at] = attempt.version
-
-    # ------------------------------------------------------------- at the end
-
-    def at_rest(self) -> bool:
-        """Whether everything is sequenced and has ended."""
-        db = self._db
-        newest = db.batches[-1]
-        if newest.young or db.gap.rows or (db.outbox_ids and db.outbox_ids[-1] > newest.high):
-            return False
-        if any(r["next_seq"] <= r["to_seq"] for r in db.replay.rows.values()):
-            return False
-        return all(
-            book.ended_through == book.last_seq
-            for book in self._by_id.values()
-        )
-
-    def unrest(self) -> str:
-        """What is still to be done, for whoever waited in vain."""
-        db = self._db
-        newest = db.batches[-1]
-        owed = {
-            name: f"{book.ended_through}/{book.last_seq} of {db.endpoint.rows[book.endpoint_id]['state']}"
-            f" owned by {db.ownership.rows[book.endpoint_id]['replica_id']}"
-            for name, book in self.lanes.items()
-            if book.ended_through != book.last_seq
-        }
-        last = db.outbox_ids[-1] if db.outbox_ids else 0
-        return (
-            f"high {newest.high} of {last}, young {newest.young}, old {list(db.gap.rows)}, "
-            f"owed {owed}, leader {db.cursor.rows[1]}, replicas {list(db.replica.rows)}, "
-            f"holders {list(db.holders)}, prepared {list(db.prepared)}"
-        )
-
-    @reports
-    def audit(self) -> None:
-        """Completeness, from the tables and the receivers' books."""
-        db = self._db
-        for event in db.outbox.values():
-            batch = self._batch_of(event.id)
-            for endpoint in db.endpoint.rows.values():
-                for s in db.subscription.rows.values():
-                    if s["endpoint_id"] != endpoint["id"] or not s["from_batch"] <= batch:
-                        continue
-                    if s["to_batch"] is not None and batch >= s["to_batch"]:
-                        continue
-                    if event.type not in s["types"] and "**" not in s["types"]:
-                        continue
-                    if event.id not in self._sequenced[endpoint["id"]]:
-                        raise Violation("loss", f"event {event.id} never went to {endpoint['name']}")
-        for name, book in self.lanes.items():
-            p = db.lane_progress.rows[book.id]
-            if p["acked_seq"] > book.last_seq:
-                raise Violation("log", f"{name} is at {p['acked_seq']} of {book.last_seq}")
-            for seq in range(1, book.last_seq + 1):
-                delivered = any(
-                    a.seq == seq and a.outcome == "delivered" for a in db.attempts.get(book.id, ())
-                )
-                if not delivered and seq not in book.dead:
-                    raise Violation("loss", f"{name}/{seq} has no outcome")
-                if delivered and seq in book.dead:
-                    raise Violation("log", f"{name}/{seq} was delivered and given up")
-                if delivered and seq not in book.told:
-                    raise Violation("loss", f"{name}/{seq} is called delivered, and was never sent")
-                if delivered and book.told[seq][0] not in self._processed[book.endpoint_id]:
-                    raise Violation("loss", f"{name}/{seq} never reached its receiver")
-
-    def _batch_of(self, event_id: int) -> int:
-        batch = self._in_batch.get(event_id)
-        if batch is not None:
-            return batch
-        for each in self._db.batches:
-            if any(lo <= event_id <= hi for lo, hi in each.found):
-                return each.batch
-        before = 0
-        for each in self._db.batches:
-            if before < event_id <= each.high:
-                return each.batch
-            before = each.high
-        raise Violation("loss", f"event {event_id} was never sequenced")

@@ -125,7 +125,7 @@ class Process:
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
-        self.loop = Loop(world, self)
+        self.loop = Loop(world, self)  # type: ignore[abstract]
         self.ready: deque[_Handle] = deque()
         self.frozen = False
         self.dead = False
@@ -199,9 +199,7 @@ class World:
         self._numbers += 1
         heapq.heappush(self._queue, (max(when, self.now), self._numbers, process, callback, args))
 
-    def after(
-        self, delay_s: float, process: Process | None, callback: Any, *args: Any
-    ) -> None:
+    def after(self, delay_s: float, process: Process | None, callback: Any, *args: Any) -> None:
         """Do this after a time."""
         self.at(self.now + delay_s, process, callback, *args)
 
@@ -227,7 +225,9 @@ class World:
 
     def on_error(self, process: Process, context: dict[str, Any]) -> None:
         """A callback or task of a process failed, and nobody looked."""
-        self.errors.append(f"{process.name}: {context.get('message')}: {context.get('exception')!r}")
+        self.errors.append(
+            f"{process.name}: {context.get('message')}: {context.get('exception')!r}"
+        )
 
     # ---------------------------------------------------------------- running
 

@@ -34,6 +34,7 @@ class Faults:
             (3, self.restart_relay),
             (2, self.restart_database),
             (4, self.terminate_backends),
+            (2, self.stall_backend),
             (3, self.cut_connection),
             (2, self.hang_connection),
             (3, self.slow_network),
@@ -120,11 +121,27 @@ class Faults:
         if not found:
             return None
         few = self._rng.random() < 0.7
-        chosen = [self._rng.choice(found)] if few else [b for b in found if self._rng.random() < 0.7]
+        chosen = (
+            [self._rng.choice(found)] if few else [b for b in found if self._rng.random() < 0.7]
+        )
         self._trouble(None)
         for backend in chosen:
             backend.terminate()
         return f"{len(chosen)} sessions are ended: {', '.join(b.name for b in chosen[:3])}"
+
+    def stall_backend(self) -> str | None:
+        """A session's process on the server gets no further for a while."""
+        db = self._sim.database
+        relay = self._relay()
+        found = [c for c in db.connections if c.process is relay and c.name.startswith("outbox")]
+        backends = [c.backend for c in found if c.backend is not None and c.backend.alive]
+        if not backends:
+            return None
+        for_s = self._lasts_s()
+        self._trouble(None, for_s)
+        backend = self._rng.choice(backends)
+        backend.stalled_until = self._sim.world.now + for_s
+        return f"a session of {backend.name} stalls for {for_s:.1f} s"
 
     def cut_connection(self) -> str | None:
         """Reset, on the way."""

@@ -12,7 +12,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.sim.checks import Violation
+from tests.sim.books import Violation
 from tests.sim.mutants import MUTANTS
 from tests.sim.simulation import Result, Simulation
 

@@ -17,9 +17,9 @@ from outbox.relay import cursor, dispatcher, recorder, sequencer
 from outbox.store import changes, lanes, records, replicas
 from outbox.store import cursor as cursor_store
 from tests.sim.database.engine import SHARE, UPDATE, Wait
-from tests.sim.database.statements import registry
 from tests.sim.database.statements import lanes as lane_answers
 from tests.sim.database.statements import records as record_answers
+from tests.sim.database.statements import registry
 from tests.sim.database.statements import sequencing as sequencing_answers
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ def mutant(change: Callable[[Simulation], None]) -> Callable[[Simulation], None]
     return change
 
 
-def _always(db: Database, tx: Transaction, me: int) -> Steps:
-    return True
-    yield
+def swap(owner: Any, name: str, new: Any) -> None:
+    """Put something else in the place of a method or function."""
+    setattr(owner, name, new)
 
 
 # ------------------------------------------------------------ acknowledgements
@@ -71,12 +71,17 @@ def acknowledge_before_the_answer(sim: Simulation) -> None:
             sending.add_done_callback(lambda task: task.cancelled() or task.exception())
             return Answer.of(200, 0.0)
 
+        async def aclose(self) -> None:
+            """Nothing to close."""
+
     init = dispatcher.Dispatcher.__init__
 
-    def patched(self: Any, store: Any, recorder: Any, transport: Any, *args: Any, **rest: Any) -> None:
+    def patched(
+        self: Any, store: Any, recorder: Any, transport: Any, *args: Any, **rest: Any
+    ) -> None:
         init(self, store, recorder, Eager(transport), *args, **rest)
 
-    dispatcher.Dispatcher.__init__ = patched  # type: ignore[method-assign]
+    swap(dispatcher.Dispatcher, "__init__", patched)
 
 
 @mutant
@@ -97,7 +102,7 @@ def an_acknowledgement_group_that_can_be_frozen_while_it_holds_the_lock(sim: Sim
             await original(self, group, epochs)
 
     original = records.RecordStore.write
-    records.RecordStore.write = write  # type: ignore[method-assign]
+    swap(records.RecordStore, "write", write)
     sim.database.changed[lock] = lock_fence
     sim.database.changed[replicas.BACKENDS] = lambda db, tx, *_: [{"count": 0}]
 
@@ -158,7 +163,7 @@ def gap_given_up_after_a_time(sim: Simulation) -> None:
         else:
             settle(self, gap, limit, now, kept, dead)
 
-    gaps.GapTracker._settle = patched  # type: ignore[method-assign]
+    swap(gaps.GapTracker, "_settle", patched)
 
 
 @mutant
@@ -185,7 +190,7 @@ def holders_not_captured_anew_after_a_reconnect(sim: Simulation) -> None:
         if not known:
             self._young = {r: replace(g, holders=frozenset()) for r, g in self._young.items()}
 
-    gaps.GapTracker.begin = patched  # type: ignore[method-assign]
+    swap(gaps.GapTracker, "begin", patched)
 
 
 @mutant
@@ -196,7 +201,7 @@ def a_full_batch_that_declares_gaps_dead(sim: Simulation) -> None:
     def patched(self: Any, ids: Any, cut: bool, after: Any, now: float) -> Any:
         return close(self, ids, False, after, now)
 
-    gaps.GapTracker.close = patched  # type: ignore[method-assign]
+    swap(gaps.GapTracker, "close", patched)
 
 
 @mutant
@@ -207,7 +212,7 @@ def wake_up_flag_as_a_row(sim: Simulation) -> None:
     def flag_seen_by(tx: Transaction) -> int:
         return int(tx.snapshot["wakeup"]) if tx.snapshot is not None else seen(tx)
 
-    sim.database.flag_seen_by = flag_seen_by  # type: ignore[method-assign]
+    swap(sim.database, "flag_seen_by", flag_seen_by)
 
 
 @mutant
@@ -225,7 +230,7 @@ def no_re_check_before_sleep(sim: Simulation) -> None:
         self._asleep_until = asyncio.get_running_loop().time() + sequencer.ASLEEP_S
         return cursor.Turn.IDLE
 
-    sequencer.Sequencer._fall_asleep = fall_asleep  # type: ignore[method-assign]
+    swap(sequencer.Sequencer, "_fall_asleep", fall_asleep)
 
 
 @mutant
@@ -248,7 +253,7 @@ def a_replay_that_reuses_the_old_number(sim: Simulation) -> None:
                 out.seqs[n] = seq
         return out
 
-    cursor.number = number  # type: ignore[attr-defined]
+    swap(cursor, "number", number)
 
 
 # ----------------------------------------------------------------------- lanes
@@ -266,7 +271,7 @@ def next_number_sent_while_the_head_waits_to_be_retried(sim: Simulation) -> None
             self._head.next_attempt_at = None
         return record
 
-    lane.Lane.answered = patched  # type: ignore[method-assign]
+    swap(lane.Lane, "answered", patched)
 
 
 @mutant
@@ -280,7 +285,7 @@ def retry_state_only_in_memory(sim: Simulation) -> None:
         else:
             await write(self, machine, epoch, record)
 
-    recorder.Recorder.write = patched  # type: ignore[method-assign]
+    swap(recorder.Recorder, "write", patched)
 
 
 @mutant
@@ -295,7 +300,7 @@ def a_give_up_that_waits_for_the_next_group(sim: Simulation) -> None:
             self._append(recorder.Entry(machine, epoch, record))
             machine._busy = None
 
-    recorder.Recorder.write = patched  # type: ignore[method-assign]
+    swap(recorder.Recorder, "write", patched)
 
 
 @mutant
@@ -311,7 +316,7 @@ def a_give_up_written_without_the_lanes_waiting_successes(sim: Simulation) -> No
             await self._store.write([record], [epoch])
         machine.recorded(record)
 
-    recorder.Recorder.write = patched  # type: ignore[method-assign]
+    swap(recorder.Recorder, "write", patched)
 
 
 # ------------------------------------------------------------------- ownership
@@ -325,7 +330,7 @@ def lease_counted_from_the_end_of_the_renewal(sim: Simulation) -> None:
     def patched(self: Any, started_at: float) -> None:
         renewed(self, asyncio.get_running_loop().time())
 
-    ownership.Lease.renewed = patched  # type: ignore[method-assign]
+    swap(ownership.Lease, "renewed", patched)
 
 
 @mutant
@@ -342,7 +347,7 @@ def a_lapsed_lease_that_may_renew(sim: Simulation) -> None:
         return "UPDATE 1"
 
     sim.database.changed[replicas.RENEW] = renew
-    ownership.Lease.left_s = lambda self, now: max(self._until - now, 1.0)  # type: ignore[method-assign]
+    swap(ownership.Lease, "left_s", lambda self, now: max(self._until - now, 1.0))
 
 
 @mutant
@@ -391,7 +396,9 @@ def no_look_at_the_lease_before_sending(sim: Simulation) -> None:
     """A request begins, however long ago the lease was renewed."""
     init = dispatcher.Dispatcher.__init__
 
-    def patched(self: Any, store: Any, recorder: Any, transport: Any, left: Any, *args: Any, **rest: Any) -> None:
+    def patched(
+        self: Any, store: Any, recorder: Any, transport: Any, left: Any, *args: Any, **rest: Any
+    ) -> None:
         init(self, store, recorder, transport, lambda: 1.0, *args, **rest)
 
-    dispatcher.Dispatcher.__init__ = patched  # type: ignore[method-assign]
+    swap(dispatcher.Dispatcher, "__init__", patched)

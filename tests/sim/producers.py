@@ -10,6 +10,7 @@ import asyncio
 import random
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -44,7 +45,7 @@ class Load:
     expires: float = 0.02
 
 
-def insert(db: Database, tx: Transaction, key: str | None, kind: str, ttl_s: float | None) -> Steps:
+def insert(db: Database, key: str | None, kind: str, ttl_s: float | None, tx: Transaction) -> Steps:
     """INSERT INTO outbox, with the lock of the row that the event is about."""
     version = 0
     if key is not None:
@@ -91,7 +92,6 @@ class Producer:
         self._load = load
         self._rng = random.Random(seed)
         self._connection: Connection | None = None
-        self.calm = False
 
     async def run(self, count: int) -> None:
         """So many transactions, in bursts; the database's troubles are survived."""
@@ -128,11 +128,7 @@ class Producer:
             for key in keys:
                 ttl_s = 60 * rng.random() if rng.random() < load.expires else None
                 kind = f"t{rng.randrange(load.types)}.changed"
-                await connection.run(
-                    lambda tx, key=key, kind=kind, ttl_s=ttl_s: insert(
-                        db, tx, key or None, kind, ttl_s
-                    )
-                )
+                await connection.run(partial(insert, db, key or None, kind, ttl_s))
                 await self._dwell()
             rolled_back = rng.random() < load.rollback
             if two_phase:
@@ -145,13 +141,12 @@ class Producer:
 
     async def _two_phases(self, connection: Connection, rolled_back: bool) -> None:
         gid = f"{self._rng.random()}"
-        await connection._ask(lambda backend: self._db.prepare(backend, gid))
+        await connection.ask(partial(self._db.prepare, gid))
         await asyncio.sleep(self._rng.random() * 20)
         while True:
             try:
                 other = await self._open()
-                end = self._db.end_prepared
-                await other._ask(lambda backend: end(backend, gid, commit=not rolled_back))
+                await other.ask(partial(self._db.end_prepared, gid, not rolled_back))
             except TROUBLE:
                 await asyncio.sleep(1)
             else:

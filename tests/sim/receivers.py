@@ -117,17 +117,16 @@ class Transport:
             return 0.0, None
         if now < receiver.busy_until:
             return of(429, headers=(("retry-after", str(int(receiver.busy_until - now) + 1)),))
-        for share, what in (
+        what = "ok"
+        for share, trouble in (
             (receiver.busy, "busy"),
             (receiver.resets, "reset"),
             (receiver.garbage, "garbage"),
             (receiver.hangs, "hang"),
         ):
-            if u < share:
-                break
+            if 0 <= u < share:
+                what = trouble
             u -= share
-        else:
-            what = "ok"
         if what == "busy":
             return of(503, body=b"busy")
         if what == "garbage":

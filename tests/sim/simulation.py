@@ -17,7 +17,9 @@ from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
 from outbox.store.backends import working
 from outbox.store.replicas import listener_name
-from tests.sim.checks import Checker, Violation
+from tests.sim import rest
+from tests.sim.books import Violation
+from tests.sim.checks import Checker
 from tests.sim.clockwork import Process, World
 from tests.sim.database import endpoints
 from tests.sim.database.connection import Connection
@@ -337,22 +339,30 @@ class Simulation:
         acting = self.people.run(operator.run(acts))
         self._plan_faults()
 
-        over = lambda: bool(self.checker.violations or world.errors)  # noqa: E731
-        world.run(self._peace_at, over)
+        world.run(self._peace_at, self._over)
         self.settling = True
         self.tell("--- peace")
         acting.cancel()
         self.people.run(operator.settle())
         self._make_peace()
-        rest = lambda: over() or (world.now > self._peace_at + 60 and self.checker.at_rest())  # noqa: E731
-        if not over() and not world.run(self._ends_at, rest):
-            unrest = self.checker.unrest()
-            self.checker.violations.append(Violation("liveness", unrest))
-        if not over():
+        if not self._over() and not world.run(self._ends_at, self._over_or_at_rest):
+            self.checker.violations.append(Violation("liveness", rest.unrest(self.checker)))
+        if not self._over():
             self._stop_all()
-        if not over():
-            self.checker.audit()
+        if not self._over():
+            try:
+                rest.audit(self.checker)
+            except Violation as violation:
+                self.checker.violations.append(violation)
         return self._result()
+
+    def _over(self) -> bool:
+        """Whether something was broken; nothing else is to be learnt then."""
+        return bool(self.checker.violations or self.world.errors)
+
+    def _over_or_at_rest(self) -> bool:
+        calm = self.world.now > self._peace_at + 60
+        return self._over() or (calm and rest.at_rest(self.checker))
 
     def _plan_faults(self) -> None:
         """By the time, by the step, and most of them while something is being sent."""

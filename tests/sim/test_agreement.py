@@ -1,4 +1,3 @@
-
 """The simulated server answers as a real one does."""
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ TABLES = {
     "lane_progress": """SELECT lane_id, epoch, acked_seq, delivered_seq, floor_batch, head_seq,
                                attempts, spent FROM lane_progress ORDER BY 1""",
     "lane_block": "SELECT lane_id, seq FROM lane_block ORDER BY 1",
-    "ownership": "SELECT replica_id, epoch FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id ORDER BY e.name",
+    "ownership": """SELECT replica_id, epoch FROM ownership o
+                    JOIN endpoint e ON e.id = o.endpoint_id ORDER BY e.name""",
     "endpoint": "SELECT name, state, generation, lanes, resumes FROM endpoint ORDER BY 1",
     "endpoint_health": """SELECT e.name, h.epoch, h.state, h.resumes FROM endpoint_health h
                           JOIN endpoint e ON e.id = h.endpoint_id ORDER BY 1""",
@@ -109,7 +109,7 @@ class SimulatedSide:
     def __init__(self, endpoint_ids: list[UUID], spreads: dict[str, int]) -> None:
         self.world = World(random.Random(1))
         self.database = Simulated(self.world, random.Random(2))
-        self.database.spread_of = spreads.__getitem__  # type: ignore[method-assign]
+        self.database.spreads = spreads
         self.process = Process(self.world, "script")
         self.endpoint_ids = endpoint_ids
         for endpoint_id, settings in zip(endpoint_ids, SETTINGS, strict=True):
@@ -204,5 +204,3 @@ def outside(world: World, playing: Any) -> None:
         world.run(1e9, playing.done)
     finally:
         asyncio.events._set_running_loop(running)
-
-

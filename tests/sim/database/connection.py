@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from tests.sim.database.engine import Client
+from tests.sim.database.backend import Backend, Client
 from tests.sim.database.statements import answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.sim.clockwork import Process
-    from tests.sim.database.engine import Backend, Row, Transaction
+    from tests.sim.database.engine import Row, Transaction
     from tests.sim.database.tables import Database
 
 LOST = "connection was closed in the middle of operation"
@@ -89,8 +89,12 @@ class Connection(Client):
             if self._database.refuses(self):
                 self._to_client(refused)
             else:
-                self.backend = self._database.open(self.name, self)
-                self._to_client(lambda: opened.done() or opened.set_result(None))
+                self.backend = Backend(self._database, self.name, self)
+                self._to_client(accepted)
+
+        def accepted() -> None:
+            if not opened.done():
+                opened.set_result(None)
 
         def refused() -> None:
             if not opened.done():
@@ -153,7 +157,8 @@ class Connection(Client):
 
     # ------------------------------------------------- what the stores call
 
-    async def _ask(self, run: Callable[[Backend], None]) -> Any:
+    async def ask(self, run: Callable[[Backend], None]) -> Any:
+        """Have the server do something, and wait for what it says."""
         self.questions += 1
         self._asked_at = self._world.now
         try:
@@ -178,11 +183,11 @@ class Connection(Client):
 
     async def run(self, make: Callable[[Transaction], Any]) -> Any:
         """A statement that is not one of the stores'."""
-        return await self._ask(lambda backend: backend.execute(make))
+        return await self.ask(lambda backend: backend.execute(make))
 
     async def _statement(self, sql: str, args: tuple[Any, ...]) -> Any:
         make = answer(self._database, sql, args)
-        return await self._ask(lambda backend: backend.execute(make))
+        return await self.ask(lambda backend: backend.execute(make))
 
     async def fetch(self, sql: str, *args: Any, timeout: float | None = None) -> list[Row]:  # noqa: ASYNC109
         async with asyncio.timeout(timeout):
@@ -234,13 +239,13 @@ class Connection(Client):
             self._database.listen(backend, channel)
             backend.client.answer("LISTEN", None)
 
-        await self._ask(listen)
+        await self.ask(listen)
 
     # ---------------------------------------------------------- transactions
 
     async def control(self, what: str) -> None:
         """BEGIN, COMMIT, ROLLBACK, and the same of a savepoint."""
-        await self._ask(lambda backend: _control(backend, what))
+        await self.ask(lambda backend: _control(backend, what))
 
 
 def _if_alive(run: Callable[[Backend], None], backend: Backend) -> None:

@@ -1,4 +1,4 @@
-"""Transactions, row locks and sessions of the simulated server.
+"""Transactions and row locks of the simulated server.
 
 A statement is a generator: it yields where time may pass or a lock is waited for,
 so that others get between.  Writes are kept with their transaction and seen by
@@ -14,13 +14,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
-
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Generator, Iterator
 
     from tests.sim.clockwork import World
+    from tests.sim.database.backend import Backend
 
     Row = dict[str, Any]
     Steps = Generator[Any, Any, Any]
@@ -187,7 +186,9 @@ class Engine:
         self.prepared: dict[str, Transaction] = {}
         self.backends: dict[int, Backend] = {}
         self._locks: dict[tuple[str, Any], list[tuple[Transaction, str]]] = {}
-        self._waiting: dict[tuple[str, Any], deque[tuple[Transaction, str, Callable[[], None]]]] = {}
+        self._waiting: dict[
+            tuple[str, Any], deque[tuple[Transaction, str, Callable[[], None]]]
+        ] = {}
         self._pids = 1000
         self._listening: dict[str, dict[int, None]] = {}
         self.statements = 0
@@ -229,6 +230,10 @@ class Engine:
         self, tx: Transaction, key: tuple[str, Any], mode: str, granted: Callable[[], None]
     ) -> None:
         self._waiting.setdefault(key, deque()).append((tx, mode, granted))
+
+    def waits(self, tx: Transaction) -> bool:
+        """Whether it waits for a lock."""
+        return any(each[0] is tx for queue in self._waiting.values() for each in queue)
 
     def stop_waiting(self, tx: Transaction) -> None:
         for key, queue in list(self._waiting.items()):
@@ -300,10 +305,10 @@ class Engine:
 
     # -------------------------------------------------------------- sessions
 
-    def open(self, name: str, to_client: Client) -> Backend:
+    def new_pid(self) -> int:
+        """For a session."""
         self._pids += 1
-        backend = self.backends[self._pids] = Backend(self, self._pids, name, to_client)
-        return backend
+        return self._pids
 
     def listen(self, backend: Backend, channel: str) -> None:
         self._listening.setdefault(channel, {})[backend.pid] = None
@@ -329,209 +334,3 @@ class Engine:
             self.holders[tx.vxid] = None
             for key, mode in tx.locks:
                 self._locks.setdefault(key, []).append((tx, mode))
-
-
-class Client:
-    """Where a backend's answers go."""
-
-    def answer(self, result: Any, error: Exception | None) -> None:
-        raise NotImplementedError
-
-    def notification(self, channel: str, pid: int, payload: str) -> None:
-        raise NotImplementedError
-
-    def closed(self) -> None:
-        raise NotImplementedError
-
-
-class Backend:
-    """One session: a statement at a time."""
-
-    def __init__(self, engine: Engine, pid: int, name: str, client: Client) -> None:
-        self.engine = engine
-        self.pid = pid
-        self.name = name
-        self.client = client
-        self.alive = True
-        self.idle_timeout_s = 0.0
-        self._tx: Transaction | None = None
-        self._statement: Steps | None = None
-        self._own: Transaction | None = None
-        self._number = 0
-        self._token = 0
-        self._client_gone = False
-
-    @property
-    def transaction(self) -> Transaction | None:
-        """The one that is open over several statements."""
-        return self._tx
-
-    @property
-    def at_work(self) -> bool:
-        """Whether a statement runs, or waits for a lock."""
-        return self.alive and self._statement is not None
-
-    # ------------------------------------------------------------ statements
-
-    def begin(self) -> Transaction:
-        self._number += 1
-        self._tx = Transaction(self.engine, f"{self.pid}/{self._number}", explicit=True)
-        return self._tx
-
-    def execute(self, make: Callable[[Transaction], Any]) -> None:
-        """Run a statement; its answer goes to the client."""
-        if not self.alive:
-            return
-        self._token += 1
-        tx = self._tx
-        if tx is None:
-            self._number += 1
-            tx = Transaction(self.engine, f"{self.pid}/{self._number}", explicit=False)
-        elif tx.failed:
-            self._answer(None, asyncpg.InFailedSQLTransactionError("the transaction is aborted"))
-            return
-        self.engine.statements += 1
-        self._own = tx
-        self._statement = self._steps(tx, make)
-        self._go_on(None)
-
-    def _steps(self, tx: Transaction, make: Callable[[Transaction], Any]) -> Steps:
-        result = make(tx)
-        if hasattr(result, "send"):
-            result = yield from result
-        if not tx.explicit:
-            yield from self.commit_steps(tx)
-        return result
-
-    def commit_steps(self, tx: Transaction) -> Steps:
-        """Commit: the disk, then everybody sees it, then the locks go."""
-        if tx.written:
-            tx.committing = True
-            yield self.engine.pause_s()
-            self.engine.apply(tx)
-            yield self.engine.pause_s()
-        self.engine.release(tx)
-
-    def end_transaction(self) -> None:
-        """There is none any more that is open over several statements."""
-        self._tx = None
-
-    def commit(self, tx: Transaction) -> None:
-        """COMMIT of one that was."""
-        self._token += 1
-        self._own = tx
-        self._statement = self.commit_steps(tx)
-        self._go_on(None)
-
-    def _go_on(self, error: Exception | None) -> None:
-        statement = self._statement
-        assert statement is not None
-        try:
-            request = statement.throw(error) if error is not None else statement.send(None)
-        except StopIteration as stop:
-            self._finish(stop.value, None)
-        except (asyncpg.PostgresError, asyncpg.InterfaceError) as failure:
-            self._finish(None, failure)
-        else:
-            self._token += 1
-            if isinstance(request, Wait):
-                self._lock(request)
-            else:
-                self.engine.world.after(request, None, self._resume, self._token)
-
-    def _lock(self, wait: Wait) -> None:
-        tx = self._own
-        assert tx is not None
-        if self.engine.try_lock(tx, wait.key, wait.mode):
-            self._go_on(None)
-            return
-        token = self._token
-        self.engine.wait_for(tx, wait.key, wait.mode, lambda: self._granted(token))
-        if tx.lock_timeout_s:
-            self.engine.world.after(tx.lock_timeout_s, None, self._timed_out, token)
-
-    def _granted(self, token: int) -> None:
-        self.engine.world.after(0.0, None, self._resume, token)
-
-    def _timed_out(self, token: int) -> None:
-        tx = self._own
-        if token == self._token and self.alive and tx is not None:
-            if not any(each[0] is tx for queue in self.engine._waiting.values() for each in queue):
-                return  # It was granted just now.
-            self.engine.stop_waiting(tx)
-            self._go_on(asyncpg.LockNotAvailableError("canceling statement due to lock timeout"))
-
-    def _resume(self, token: int) -> None:
-        if token == self._token and self.alive and self._statement is not None:
-            self._go_on(None)
-
-    def _finish(self, result: Any, error: Exception | None) -> None:
-        tx = self._own
-        self._statement = self._own = None
-        self._token += 1
-        if error is not None and tx is not None:
-            if tx.explicit and tx is self._tx:
-                tx.failed = True
-            else:
-                self.engine.abort(tx)
-        if self._client_gone:
-            self._leave()
-            return
-        self._answer(result, error)
-
-    def _answer(self, result: Any, error: Exception | None) -> None:
-        self.client.answer(result, error)
-        if self._tx is not None and self.idle_timeout_s:
-            self._token += 1
-            self.engine.world.after(self.idle_timeout_s, None, self._too_idle, self._token)
-
-    def _too_idle(self, token: int) -> None:
-        if token == self._token and self.alive:
-            self.terminate()
-
-    def tell(self, channel: str, payload: str, sender: Transaction) -> None:
-        """A notification."""
-        if self.alive:
-            self.client.notification(channel, int(sender.vxid.partition("/")[0]), payload)
-
-    # ------------------------------------------------------------------- end
-
-    def client_closed(self) -> None:
-        """The client is gone; a statement that runs is run to its end."""
-        if not self.alive:
-            return
-        self._client_gone = True
-        if self._statement is None:
-            self._leave()
-
-    def terminate(self) -> None:
-        """pg_terminate_backend: at once, unless it is just committing."""
-        if not self.alive:
-            return
-        tx = self._own
-        if tx is not None and tx.committing:
-            self._client_gone = True
-            self.client.closed()
-            return
-        if self._statement is not None:
-            self._statement.close()
-            self._statement = None
-        self._leave()
-        self.client.closed()
-
-    def vanish(self) -> None:
-        """The server crashed."""
-        self.alive = False
-        if self._statement is not None:
-            self._statement.close()
-            self._statement = None
-        self.engine.forget(self)
-        self.client.closed()
-
-    def _leave(self) -> None:
-        self.alive = False
-        for tx in (self._own, self._tx):
-            if tx is not None:
-                self.engine.abort(tx)
-        self._own = self._tx = None
-        self.engine.forget(self)

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from tests.sim.clockwork import World
+    from tests.sim.database.backend import Backend
     from tests.sim.database.connection import Connection
-    from tests.sim.database.engine import Backend, Transaction
+    from tests.sim.database.engine import Transaction
 
 SCHEMA = "relay"
 AWAKE = 1
@@ -130,6 +131,8 @@ class Database(Engine):
         self.deliveries: dict[int, list[Given]] = {}
         self.attempts: dict[int, list[Tried]] = {}
         self.journal: list[tuple[float, str, str, UUID | None, Any]] = []
+        # Hashes of keys, where it matters which ones they are.
+        self.spreads: dict[str, int] = {}
         self._serials: dict[str, int] = {}
         # Answers that a mutant gives in place of ours.
         self.changed: dict[str, Any] = {}
@@ -172,14 +175,13 @@ class Database(Engine):
         self.outbox[event.id] = event
         insort(self.outbox_ids, event.id)
 
-    @staticmethod
-    def spread_of(key: str) -> int:
+    def spread_of(self, key: str) -> int:
         """A hash of a key; any will do that is always the same."""
-        return crc32(key.encode())
+        return self.spreads.get(key) or crc32(key.encode())
 
     # ------------------------------------------------------------- two phases
 
-    def prepare(self, backend: Backend, gid: str) -> None:
+    def prepare(self, gid: str, backend: Backend) -> None:
         """PREPARE TRANSACTION: it is nobody's session's any more, and survives a crash."""
         tx = backend.transaction
         if tx is None or tx.failed:
@@ -190,7 +192,7 @@ class Database(Engine):
         self.prepared[gid] = tx
         backend.client.answer("PREPARE TRANSACTION", None)
 
-    def end_prepared(self, backend: Backend, gid: str, *, commit: bool) -> None:
+    def end_prepared(self, gid: str, commit: bool, backend: Backend) -> None:
         """COMMIT PREPARED or ROLLBACK PREPARED; done before is as good."""
         tx = self.prepared.pop(gid, None)
         if tx is None:

@@ -38,9 +38,7 @@ FENCED = {
 }
 
 
-def answer(
-    database: Database, sql: str, args: tuple[Any, ...]
-) -> Callable[[Transaction], Any]:
+def answer(database: Database, sql: str, args: tuple[Any, ...]) -> Callable[[Transaction], Any]:
     """What the server does for a statement; it never says its timeline."""
     if sql in FENCED:
         args, (timeline,) = args[:-1], args[-1:]

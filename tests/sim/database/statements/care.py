@@ -65,9 +65,7 @@ def lock_ownership(db: Database, tx: Transaction, me: int, endpoint_id: UUID) ->
 
 
 @answers(care.BEGIN_DISABLING)
-def begin_disabling(
-    db: Database, tx: Transaction, endpoint_id: UUID, by: str, why: str
-) -> Steps:
+def begin_disabling(db: Database, tx: Transaction, endpoint_id: UUID, by: str, why: str) -> Steps:
     yield Wait(db.endpoint, endpoint_id, UPDATE)
     e = tx.get(db.endpoint, endpoint_id)
     assert e is not None

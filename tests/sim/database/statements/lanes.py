@@ -96,9 +96,7 @@ def read_lanes(db: Database, tx: Transaction, endpoint_ids: Sequence[UUID]) -> l
 
 
 def _after(db: Database, lane_id: int, floor_batch: int, seq: int) -> list[Given]:
-    return [
-        g for g in db.deliveries.get(lane_id, ()) if g.seq > seq and g.batch >= floor_batch
-    ]
+    return [g for g in db.deliveries.get(lane_id, ()) if g.seq > seq and g.batch >= floor_batch]
 
 
 @answers(lanes.READ_TAIL)
@@ -127,11 +125,11 @@ def read_deliveries(
     limit: int,
     bytes_max: int,
 ) -> list[Row]:
-    rows = []
-    for lane_id, floor, seq in sorted(zip(lane_ids, floors, after, strict=True)):
-        for g in _after(db, lane_id, floor, seq)[:limit]:
-            rows.append({**event_row(db, lane_id, g), **_replayed(db, tx, g)})
-    return rows
+    return [
+        {**event_row(db, lane_id, g), **_replayed(db, tx, g)}
+        for lane_id, floor, seq in sorted(zip(lane_ids, floors, after, strict=True))
+        for g in _after(db, lane_id, floor, seq)[:limit]
+    ]
 
 
 def _replayed(db: Database, tx: Transaction, given: Given) -> dict[str, Any]:

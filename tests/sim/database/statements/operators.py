@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tests.sim.database.tables import Database
 
 
-
 @answers(endpoint_changes.LOCK_ENDPOINT)
 def lock_endpoint(db: Database, tx: Transaction, name: str) -> Steps:
     for row in list(tx.rows(db.endpoint)):

@@ -47,7 +47,9 @@ def find_history(db: Database, tx: Transaction, schema: str) -> list[Row]:
     return [{"exists": schema == SCHEMA}]
 
 
-@answers(migrate.READ_HISTORY.format(schema=f'"{SCHEMA}"'), migrate.READ_HISTORY.format(schema=SCHEMA))
+@answers(
+    migrate.READ_HISTORY.format(schema=f'"{SCHEMA}"'), migrate.READ_HISTORY.format(schema=SCHEMA)
+)
 def read_history(db: Database, tx: Transaction) -> list[Row]:
     return [
         {"version": m.version, "checksum": m.checksum, "works_from": m.works_from}
@@ -138,9 +140,7 @@ def end_backends(
     row = tx.get(db.replica, replica_id)
     if row is None or not db.signals or renewals not in (None, row["renewals"]):
         return [{"count": 0}]
-    ended = [
-        b for pid in row["pids"] if (b := db.backends.get(pid)) is not None and b.name == name
-    ]
+    ended = [b for pid in row["pids"] if (b := db.backends.get(pid)) is not None and b.name == name]
     for backend in ended:
         db.world.after(db.pause_s(), None, backend.terminate)
     return [{"count": len(ended)}]

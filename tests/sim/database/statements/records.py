@@ -97,8 +97,8 @@ def write_records(db: Database, tx: Transaction, me: int, *columns: Any) -> Step
             moved[lane_id] = p["endpoint_id"]
     urgent = set(progress[0])
     log(db, tx, [each for each in tried if each[0] not in urgent or each[0] in moved])
-    for values in zip(*columns[_ATTEMPT_COLUMNS + _PROGRESS_COLUMNS :], strict=True):
-        dead = dict(zip(_DEAD, values, strict=True))
+    for given_up in zip(*columns[_ATTEMPT_COLUMNS + _PROGRESS_COLUMNS :], strict=True):
+        dead = dict(zip(_DEAD, given_up, strict=True))
         if dead["lane_id"] in moved:
             bury(db, tx, dead, moved[dead["lane_id"]])
     return [{"lane_id": lane_id} for lane_id in moved]
@@ -124,9 +124,7 @@ def bury(db: Database, tx: Transaction, dead: Row, endpoint_id: UUID) -> None:
             tx.change(db.dead_letter, last["id"], to_seq=dead["to_seq"])
             return
     new = db.serial(db.dead_letter)
-    tx.put(
-        db.dead_letter, new, {**dead, "id": new, "endpoint_id": endpoint_id, "state": "dead"}
-    )
+    tx.put(db.dead_letter, new, {**dead, "id": new, "endpoint_id": endpoint_id, "state": "dead"})
     if blocks:
         tx.put(db.lane_block, lane_id, {"lane_id": lane_id, "seq": dead["seq"]})
 

@@ -213,7 +213,7 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         young,
         found,
         dead,
-        events,
+        _events,
         counted,
         last_seqs,
         lane_ids,

@@ -1,0 +1,86 @@
+"""What is known of each request and of each lane: the checkers' books."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from tests.sim.clockwork import Process
+
+
+class Violation(Exception):
+    """An invariant was broken."""
+
+    def __init__(self, rule: str, what: str) -> None:
+        super().__init__(rule, what)
+        self.rule = rule
+
+    def __str__(self) -> str:
+        return ": ".join(self.args)
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One request, as the wire carries it."""
+
+    process: Process
+    endpoint_id: UUID
+    lane: str
+    seq: int
+    previous: int
+    number: int
+    delivery: str
+    event_id: str
+    key: str | None
+    version: int
+    is_replay: bool
+    began_at: float
+    again: bool = False
+    """Its receiver had processed it before."""
+
+    @property
+    def outbox_number(self) -> int:
+        return int(self.event_id.replace("-", ""), 16) >> 64
+
+
+@dataclass
+class LaneBook:
+    """What is known of one lane."""
+
+    id: int
+    endpoint_id: UUID
+    generation: int
+    last_seq: int = 0
+    events: dict[int, int] = field(default_factory=dict)
+    """The event of each number."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """The last version of each key that was given a number, replays apart."""
+    ended: set[int] = field(default_factory=set)
+    """Numbers with a durable outcome, above `ended_through`."""
+    ended_through: int = 0
+    dead: set[int] = field(default_factory=set)
+    """Numbers that were given up."""
+    told: dict[int, tuple[str, str]] = field(default_factory=dict)
+    """X-Delivery and event of each number that was sent."""
+    attempts: dict[int, int] = field(default_factory=dict)
+    done_through: int = 0
+    done: set[int] = field(default_factory=set)
+    """Numbers whose sender got a success, above `done_through`."""
+    done_at: dict[int, float] = field(default_factory=dict)
+    """When the sender of a number got a success, last."""
+    open: dict[Attempt, None] = field(default_factory=dict)
+
+    def end(self, seq: int) -> None:
+        self.ended.add(seq)
+        while self.ended_through + 1 in self.ended:
+            self.ended_through += 1
+            self.ended.discard(self.ended_through)
+
+    def finish(self, seq: int) -> None:
+        self.done.add(seq)
+        while self.done_through + 1 in self.done or self.done_through + 1 in self.dead:
+            self.done_through += 1
+            self.done.discard(self.done_through)

@@ -1,0 +1,225 @@
+"""Sessions of the simulated server: one statement at a time, step by step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from tests.sim.database.engine import Transaction, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.sim.database.engine import Engine, Steps
+
+
+class Client:
+    """Where a backend's answers go."""
+
+    def answer(self, result: Any, error: Exception | None) -> None:
+        raise NotImplementedError
+
+    def notification(self, channel: str, pid: int, payload: str) -> None:
+        raise NotImplementedError
+
+    def closed(self) -> None:
+        raise NotImplementedError
+
+
+class Backend:
+    """One session: a statement at a time."""
+
+    def __init__(self, engine: Engine, name: str, client: Client) -> None:
+        self.engine = engine
+        self.pid = engine.new_pid()
+        engine.backends[self.pid] = self
+        self.name = name
+        self.client = client
+        self.alive = True
+        self.idle_timeout_s = 0.0
+        # The server's process gets no further before, as with a disk that does not answer.
+        self.stalled_until = 0.0
+        self._tx: Transaction | None = None
+        self._statement: Steps | None = None
+        self._own: Transaction | None = None
+        self._number = 0
+        self._token = 0
+        self._client_gone = False
+
+    @property
+    def transaction(self) -> Transaction | None:
+        """The one that is open over several statements."""
+        return self._tx
+
+    @property
+    def at_work(self) -> bool:
+        """Whether a statement runs, or waits for a lock."""
+        return self.alive and self._statement is not None
+
+    # ------------------------------------------------------------ statements
+
+    def begin(self) -> Transaction:
+        self._number += 1
+        self._tx = Transaction(self.engine, f"{self.pid}/{self._number}", explicit=True)
+        return self._tx
+
+    def execute(self, make: Callable[[Transaction], Any]) -> None:
+        """Run a statement; its answer goes to the client."""
+        if not self.alive:
+            return
+        self._token += 1
+        tx = self._tx
+        if tx is None:
+            self._number += 1
+            tx = Transaction(self.engine, f"{self.pid}/{self._number}", explicit=False)
+        elif tx.failed:
+            self._answer(None, asyncpg.InFailedSQLTransactionError("the transaction is aborted"))
+            return
+        self.engine.statements += 1
+        self._own = tx
+        self._statement = self._steps(tx, make)
+        self._go_on(None)
+
+    def _steps(self, tx: Transaction, make: Callable[[Transaction], Any]) -> Steps:
+        result = make(tx)
+        if hasattr(result, "send"):
+            result = yield from result
+        if not tx.explicit:
+            yield from self.commit_steps(tx)
+        return result
+
+    def commit_steps(self, tx: Transaction) -> Steps:
+        """Commit: the disk, then everybody sees it, then the locks go."""
+        if tx.written:
+            tx.committing = True
+            yield self.engine.pause_s()
+            self.engine.apply(tx)
+            yield self.engine.pause_s()
+        self.engine.release(tx)
+
+    def end_transaction(self) -> None:
+        """There is none any more that is open over several statements."""
+        self._tx = None
+
+    def commit(self, tx: Transaction) -> None:
+        """COMMIT of one that was."""
+        self._token += 1
+        self._own = tx
+        self._statement = self.commit_steps(tx)
+        self._go_on(None)
+
+    def _go_on(self, error: Exception | None) -> None:
+        statement = self._statement
+        assert statement is not None
+        try:
+            request = statement.throw(error) if error is not None else statement.send(None)
+        except StopIteration as stop:
+            self._finish(stop.value, None)
+        except (asyncpg.PostgresError, asyncpg.InterfaceError) as failure:
+            self._finish(None, failure)
+        else:
+            self._token += 1
+            if isinstance(request, Wait):
+                self._lock(request)
+            else:
+                world = self.engine.world
+                until = max(world.now + request, self.stalled_until)
+                world.at(until, None, self._resume, self._token)
+
+    def _lock(self, wait: Wait) -> None:
+        tx = self._own
+        assert tx is not None
+        if self.engine.try_lock(tx, wait.key, wait.mode):
+            self._go_on(None)
+            return
+        token = self._token
+        self.engine.wait_for(tx, wait.key, wait.mode, lambda: self._granted(token))
+        if tx.lock_timeout_s:
+            self.engine.world.after(tx.lock_timeout_s, None, self._timed_out, token)
+
+    def _granted(self, token: int) -> None:
+        self.engine.world.after(0.0, None, self._resume, token)
+
+    def _timed_out(self, token: int) -> None:
+        tx = self._own
+        if token == self._token and self.alive and tx is not None:
+            if not self.engine.waits(tx):
+                return  # It was granted just now.
+            self.engine.stop_waiting(tx)
+            self._go_on(asyncpg.LockNotAvailableError("canceling statement due to lock timeout"))
+
+    def _resume(self, token: int) -> None:
+        if token == self._token and self.alive and self._statement is not None:
+            self._go_on(None)
+
+    def _finish(self, result: Any, error: Exception | None) -> None:
+        tx = self._own
+        self._statement = self._own = None
+        self._token += 1
+        if error is not None and tx is not None:
+            if tx.explicit and tx is self._tx:
+                tx.failed = True
+            else:
+                self.engine.abort(tx)
+        if self._client_gone:
+            self._leave()
+            return
+        self._answer(result, error)
+
+    def _answer(self, result: Any, error: Exception | None) -> None:
+        self.client.answer(result, error)
+        if self._tx is not None and self.idle_timeout_s:
+            self._token += 1
+            self.engine.world.after(self.idle_timeout_s, None, self._too_idle, self._token)
+
+    def _too_idle(self, token: int) -> None:
+        if token == self._token and self.alive:
+            self.terminate()
+
+    def tell(self, channel: str, payload: str, sender: Transaction) -> None:
+        """A notification."""
+        if self.alive:
+            self.client.notification(channel, int(sender.vxid.partition("/")[0]), payload)
+
+    # ------------------------------------------------------------------- end
+
+    def client_closed(self) -> None:
+        """The client is gone; a statement that runs is run to its end."""
+        if not self.alive:
+            return
+        self._client_gone = True
+        if self._statement is None:
+            self._leave()
+
+    def terminate(self) -> None:
+        """pg_terminate_backend: at once, unless it is just committing."""
+        if not self.alive:
+            return
+        tx = self._own
+        if tx is not None and tx.committing:
+            self._client_gone = True
+            self.client.closed()
+            return
+        if self._statement is not None:
+            self._statement.close()
+            self._statement = None
+        self._leave()
+        self.client.closed()
+
+    def vanish(self) -> None:
+        """The server crashed."""
+        self.alive = False
+        if self._statement is not None:
+            self._statement.close()
+            self._statement = None
+        self.engine.forget(self)
+        self.client.closed()
+
+    def _leave(self) -> None:
+        self.alive = False
+        for tx in (self._own, self._tx):
+            if tx is not None:
+                self.engine.abort(tx)
+        self._own = self._tx = None
+        self.engine.forget(self)
