@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 import orjson
 
-from benchmarks import commits, deliveries, latency, memory
+from benchmarks import commits, deliveries, failover, latency, memory, replicas
 from benchmarks.picture import draw
 from benchmarks.report import compared, machine, table, target, verdict
 from benchmarks.stage import stage
@@ -27,6 +27,8 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "commits": commits.measure,
     "latency": latency.measure,
     "memory": memory.measure,
+    "replicas": replicas.measure,
+    "failover": failover.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
 

@@ -49,6 +49,8 @@ AXES = {
     "deliveries": "share of what the bare aiohttp client does; more is better",
     "commits": "commits per second beside another way's; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
+    "failover": "leases from kill -9; less is better",
+    "replicas": "times a single replica's CPU, or its renewals; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }
 

@@ -42,6 +42,17 @@ TITLES = {
         "Memory",
         "Highest resident size of the relay process, more than that of one with nothing to do.",
     ),
+    "failover": (
+        "Fail-over",
+        "Seconds from kill -9 of one of three relays to the first delivery of its lanes by "
+        "another, and to the last one's, beside the lease; twenty kills at moments of chance.",
+    ),
+    "replicas": (
+        "What several replicas cost",
+        "CPU seconds for 1,000 deliveries to 200 endpoints, of the relay processes and of the "
+        "PostgreSQL backends that serve them, beside a single replica's. And the statements that "
+        "an idle replica asks for, counted at a proxy, beside its renewal of the lease.",
+    ),
 }
 """Of every section: what it is called, and what it says."""
 

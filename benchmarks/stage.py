@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from outbox.core.endpoint import EndpointSettings
+from outbox.core.ownership import preferred
 from outbox.embedded.launch import command
 from outbox.errors import CannotRun
 from outbox.store import endpoint_changes
@@ -23,7 +24,7 @@ from tests.support.postgres import SCHEMA, Database, Server
 from tests.support.process import RelayProcess, environment, relay_process
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from asyncpg import Connection
 
@@ -132,13 +133,16 @@ class Stage:
         return path
 
     @asynccontextmanager
-    async def relay(self, database: Database, **env: str) -> AsyncIterator[RelayProcess]:
-        """A relay that has taken over all endpoints."""
+    async def relay(
+        self, database: Database, *, owns: bool = True, **env: str
+    ) -> AsyncIterator[RelayProcess]:
+        """A relay that has taken over all endpoints, or is only just begun."""
         self._relays += 1
         log_path = self.directory / f"relay-{self._relays}.log"
         given = {"OUTBOX_DSN": database.dsn, "OUTBOX_LEASE_S": "5", **self.trusting(), **env}
         async with relay_process(given, log_path) as relay:
-            await self.until_owned(database, relay)
+            if owns:
+                await self.until_owned(database, relay)
             yield relay
 
     @asynccontextmanager
@@ -162,6 +166,24 @@ class Stage:
                 relay,
             )
 
+    async def until_shared_out(
+        self, connection: Connection[Any], relays: Sequence[RelayProcess]
+    ) -> None:
+        """Wait until so many relays are there, each with the endpoints that it should have.
+
+        Raises:
+            CannotRun: that does not come to pass.
+        """
+
+        async def shared_out() -> bool:
+            replicas = [r["id"] for r in await connection.fetch("SELECT id FROM replica")]
+            owners = await connection.fetch("SELECT endpoint_id, replica_id FROM ownership")
+            return len(replicas) == len(relays) and all(
+                r["replica_id"] == preferred(r["endpoint_id"], replicas) for r in owners
+            )
+
+        await until_true(shared_out, relays)
+
 
 @asynccontextmanager
 async def search(database: Database) -> AsyncIterator[Connection[Any]]:
@@ -178,14 +200,27 @@ async def until(
     Raises:
         CannotRun: the relay ended, or it takes far too long.
     """
+    await until_true(lambda: connection.fetchval(sql), [relay], poll_s)
+
+
+async def until_true(
+    condition: Callable[[], Awaitable[Any]], relays: Sequence[RelayProcess], poll_s: float = POLL_S
+) -> None:
+    """Look until it is so.
+
+    Raises:
+        CannotRun: one of the relays ended, or it takes far too long.
+    """
     try:
         async with asyncio.timeout(TIMEOUT_S):
-            while not await connection.fetchval(sql):
-                if relay.process is None or relay.process.returncode is not None:
-                    raise CannotRun(f"the relay ended: {relay.log()[-1:]}")
+            while not await condition():
+                for relay in relays:
+                    if relay.process is None or relay.process.returncode is not None:
+                        raise CannotRun(f"the relay ended: {relay.log()[-1:]}")
                 await asyncio.sleep(poll_s)
     except TimeoutError:
-        raise CannotRun(f"the relay did not get there: {relay.log()[-1:]}") from None
+        told = [relay.log()[-1:] for relay in relays]
+        raise CannotRun(f"the relay did not get there: {told}") from None
 
 
 async def add_endpoint(
@@ -199,6 +234,12 @@ async def add_endpoint(
     """An endpoint; without types it gets everything."""
     settings = EndpointSettings(name=name, url=url, lanes=lanes, types=types)
     await endpoint_changes.add(connection, SCHEMA, settings, actor="bench")
+
+
+async def add_endpoints(connection: Connection[Any], url: str, number: int) -> None:
+    """Endpoints of which each gets events of a type of its own, `order.n<its number>`."""
+    for n in range(number):
+        await add_endpoint(connection, url, name=f"n{n}", types=(f"order.n{n}",))
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@
 --kills N    how often the end-to-end test kills the relay (default 3)
 --prove-minutes N    how long outbox prove goes on, end to end (default: 0.2)
 --cursor-seconds N   how long the adversarial producers go on (default: 6)
+--sim-seeds N   how many virtual hours are simulated (default: 200)
 --model-size N   how much of the protocols is explored, 1 to 3 (default: 1)
 """
 
@@ -60,6 +61,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=6.0,
         metavar="N",
         help="how long the adversarial producers go on; default: 6",
+    )
+    group.addoption(
+        "--sim-seeds",
+        type=int,
+        default=200,
+        metavar="N",
+        help="how many virtual hours are simulated; default: 200",
     )
     group.addoption(
         "--model-size",

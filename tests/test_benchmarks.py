@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import __main__ as bench
-from benchmarks import commits, deliveries, latency, memory
+from benchmarks import commits, deliveries, failover, latency, memory, replicas
 from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
 
@@ -34,6 +34,9 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
             *await latency.run(stage, rounds, (100,), 0.2),
             *await memory.run(stage, 2, 50),
+            *await replicas.run(stage, rounds, [replicas.Load("some", 200, 400)], (1, 2), 6),
+            *await replicas.idle(stage, 1.5),
+            *await failover.run(stage, 1),
         ]
 
     monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})
@@ -43,7 +46,8 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     ended = CliRunner().invoke(bench.main, words, catch_exceptions=False)
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
-    assert len(rows) == 1 + 3 + 1 + 1  # Two each of latency and memory.
+    # Two each of latency, memory and idle replicas; three and four of the others.
+    assert len(rows) == 1 + 3 + 1 + 1 + 2 + 1
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()
@@ -71,4 +75,4 @@ def test_a_missed_target_is_a_bad_answer(
 def test_an_unknown_section_is_wrong_usage() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
-    assert "choose from deliveries, commits, latency, memory" in ended.stderr
+    assert "choose from deliveries, commits, latency, memory, replicas, failover" in ended.stderr

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from outbox.store.status import EndpointStatus, Overview
 
-RELAY_COLUMNS = ("relay", "state", "endpoints", "version", "since")
+RELAY_COLUMNS = ("relay", "state", "sequences", "endpoints", "version", "since")
 ENDPOINT_COLUMNS = ("endpoint", "state", "owed", "oldest", "failing", "dead letters", "relay")
 NO_ENDPOINTS = "no endpoints; add one with: outbox endpoint add NAME URL"
 
@@ -93,7 +93,14 @@ def relay_rows(overview: Overview) -> list[tuple[Any, ...]]:
     if len(replicas) == 1 and replicas[0].alive:
         return []
     return [
-        (r.name, "alive" if r.alive else "lapsed", r.endpoints, r.version, r.started_at)
+        (
+            r.name,
+            "alive" if r.alive else "lapsed",
+            "yes" if r.leads else None,
+            r.endpoints,
+            r.version,
+            r.started_at,
+        )
         for r in replicas
     ]
 

@@ -57,6 +57,12 @@ class Head:
             self.first_attempt_at = started_at
         self.last_answer = summary(answer)
 
+    def hold_to(self, policy: RetryPolicy, now: float) -> None:
+        """Wait no longer than the policy could have said: a clock may have been set back."""
+        if self.next_attempt_at is not None:
+            _, longest_s = policy.delay_bounds_s(max(self.spent, 1))
+            self.next_attempt_at = min(self.next_attempt_at, now + longest_s)
+
     def spend(self, policy: RetryPolicy, *, started_at: float, now: float, u: float) -> bool:
         """Charge the attempt that was answered; whether the budget has ended with it."""
         assert self.first_attempt_at is not None

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from outbox.core.answer import Verdict
+from outbox.core.answer import RETRY_AFTER_S_MAX, Verdict
 from outbox.core.steps import Gate
 
 FAILURES_MAX = 5
@@ -273,6 +273,12 @@ class Health:
         self._failures = self._refusals = 0
         self._held_until = 0.0
         self._recover(now)
+
+    def hold_to(self, now: float) -> None:
+        """Forget times that a clock can only have told before it was set back."""
+        self._since = min(self._since, now)
+        self._held_until = min(self._held_until, now + RETRY_AFTER_S_MAX)
+        self._probe_at = min(self._probe_at, now + PROBE_MAX_S)
 
     # --------------------------------------------------------------- inside
 

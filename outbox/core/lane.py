@@ -356,6 +356,12 @@ class Lane:
                 seq, seq, row.batch, success_at=row.started_at + row.elapsed_s
             )
 
+    def hold_to(self, policy: RetryPolicy, now: float) -> None:
+        """Forget times that a clock can only have told before it was set back."""
+        self._head.hold_to(policy, now)
+        if self._stalled_since is not None:
+            self._stalled_since = min(self._stalled_since, now)
+
     def cut(self, through_seq: int, reason: Reason) -> None:
         """Give up everything up to this number, as soon as nothing is in flight."""
         through_seq = min(through_seq, self._last_seq)

@@ -1,15 +1,18 @@
 """Who owns which endpoint, and when a replica may still believe in its lease.
 
-No clocks are compared.  A replica counts its own lease on its own monotonic
-clock, from the *start* of the renewal that the database confirmed, so it stops
+No clocks are compared.  A replica counts its own lease on its own steady clock,
+from the *start* of the renewal that the database confirmed, so it stops
 believing before anyone else may.  Others judge it dead after they saw the same
-renewal counter for a whole lease on *their* monotonic clock.
+renewal counter for a whole lease on *their* steady clock: the renewal that they
+saw had begun before they saw it.  Whoever buries it looks at the counter once more,
+under the lock that a renewal takes, too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ RENEWALS_PER_LEASE = 5
 
 
 class Lease:
-    """This replica's own lease; times are monotonic seconds."""
+    """This replica's own lease; times are seconds of its steady clock."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -52,21 +55,35 @@ class PeerWatch:
     """Tells the living replicas from the dead ones."""
 
     def __init__(self) -> None:
+        # Of each: its counter, and when it is dead if that stays the same.
         self._seen: dict[int, tuple[int, float]] = {}
 
     def observe(self, peers: Iterable[Peer], now: float) -> tuple[set[int], set[int]]:
-        """Look at all rows; returns (alive, dead) ids.  `now`: monotonic seconds."""
+        """Look at all rows; returns (alive, dead) ids.
+
+        Args:
+            now: seconds of the steady clock, read after the rows were.
+        """
         alive: set[int] = set()
         dead: set[int] = set()
         seen: dict[int, tuple[int, float]] = {}
         for peer in peers:
-            renewals, since = self._seen.get(peer.id, (-1, now))
-            if renewals != peer.renewals:
-                renewals, since = peer.renewals, now
-            seen[peer.id] = (renewals, since)
-            (dead if now - since > peer.lease_s else alive).add(peer.id)
+            known = self._seen.get(peer.id)
+            if known is None or known[0] != peer.renewals:
+                known = (peer.renewals, now + peer.lease_s)
+            seen[peer.id] = known
+            (dead if now >= known[1] else alive).add(peer.id)
         self._seen = seen
         return alive, dead
+
+    def judge_at(self, me: int) -> float:
+        """When the next of the others is dead, if none of them renews; infinite without others.
+
+        Whoever looks then, and not some time later, takes over as early as can be.
+        """
+        return min(
+            (dead_at for peer, (_, dead_at) in self._seen.items() if peer != me), default=inf
+        )
 
 
 def preferred(endpoint_id: UUID, replica_ids: Collection[int]) -> int:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from outbox.core.gaps import CursorState, GapTracker, Holders, Step
+from outbox.core.news import LATER
 from outbox.core.sequencing import Deliveries, Router, number
 from outbox.errors import CursorBroken
 from outbox.store.reading import AWAKE
@@ -66,6 +67,8 @@ class Sequenced:
     deliveries: Deliveries
     given: Mapping[int, Sequence[Delivery]]
     """By lane, what need not be read any more."""
+    told: bool
+    """Whether the other replicas were told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,11 @@ class _Draft:
         return not (self.step.old_opened or self.step.old_closed or self.helpings or self.failed)
 
 
+def tells_always(_: int, __: Mapping[int, int]) -> str | None:
+    """Other replicas hear of every batch, and read it."""
+    return LATER
+
+
 def wants_nothing(_: Collection[int]) -> Mapping[int, LoadedLane]:
     """Everything is left to be read."""
     return {}
@@ -105,6 +113,7 @@ class Cursor:
             wait for each other.
         wants: those of some lanes that have nothing left to read but what they are
             given now.
+        tells: asked with every batch what it tells the other replicas; None: nothing.
     """
 
     tracker_type: type[GapTracker] = GapTracker
@@ -117,6 +126,7 @@ class Cursor:
         on_batch: Callable[[Sequenced], None],
         stays_awake: Callable[[int, int], bool],
         wants: Callable[[Collection[int]], Mapping[int, LoadedLane]] = wants_nothing,
+        tells: Callable[[int, Mapping[int, int]], str | None] = tells_always,
     ) -> None:
         self._store = store
         self._me = replica_id
@@ -124,6 +134,8 @@ class Cursor:
         self._on_batch = on_batch
         self._stays_awake = stays_awake
         self._wants = wants
+        self._tells = tells
+        self._told = False
         self._tracker = self.tracker_type()
         # All of this is a copy of the tables, good while nobody else wrote.
         self._state: CursorState | None = None
@@ -345,6 +357,8 @@ class Cursor:
 
     async def _write(self, state: CursorState, draft: _Draft) -> dict[int, list[Delivery]] | None:
         """The statement that writes the batch; None if it did nothing."""
+        tell = self._tells(state.batch + 1, draft.deliveries.counters)
+        self._told = tell is not None
         few = len(draft.deliveries) <= GIVEN_MAX and not draft.helpings
         return await self._store.write(
             state.batch + 1,
@@ -355,6 +369,7 @@ class Cursor:
             self._version,
             awake=draft.awake and not self.awake,
             wanted=self._wants(draft.deliveries.counters) if few else {},
+            tell=tell,
         )
 
     async def _write_rest(self, state: CursorState, draft: _Draft) -> None:
@@ -383,7 +398,7 @@ class Cursor:
         self._state = CursorState(batch, step.high, step.young, old)
         self._counters |= draft.deliveries.counters
         self.awake = self.awake or draft.awake
-        self._on_batch(Sequenced(batch, draft.events, draft.deliveries, given))
+        self._on_batch(Sequenced(batch, draft.events, draft.deliveries, given, self._told))
 
 
 def _plausible(state: CursorState, reading: Reading) -> None:

@@ -18,7 +18,7 @@ from outbox.core.health import State
 from outbox.core.statuses import GONE
 from outbox.core.steps import Fetch, Record, Send, Wait
 from outbox.relay import tell
-from outbox.relay.owned import OwnedEndpoint, OwnedLane
+from outbox.relay.owned import OwnedEndpoint, OwnedLane, later
 from outbox.relay.reader import Reader
 from outbox.store.records import Fenced
 
@@ -97,10 +97,6 @@ class Dispatcher:
         changed, self._changed = self._changed, set()
         return self._those(changed)
 
-    def owned_lanes(self, lane_ids: Iterable[int]) -> list[int]:
-        """Those of the lanes that this replica owns."""
-        return [lane_id for lane_id in lane_ids if lane_id in self._lanes]
-
     def adopt(
         self,
         loaded: Iterable[LoadedLane],
@@ -130,9 +126,10 @@ class Dispatcher:
         for lane in loaded:
             of_endpoint.setdefault(lane.endpoint_id, []).append(lane)
         for endpoint_id, lanes in of_endpoint.items():
-            for owned in self._owned[endpoint_id].add(lanes, sent_through_batch):
+            home = self._owned[endpoint_id]
+            for owned in home.add(lanes, sent_through_batch, self._now()):
                 self._lanes[owned.loaded.id] = owned
-            self._activate_all(self._owned[endpoint_id])
+            self._activate_all(home)
 
     def update(self, endpoints: Iterable[Endpoint], lifted: set[int]) -> None:
         """Settings were changed, or an operator let something go on.
@@ -154,6 +151,13 @@ class Dispatcher:
             self._activate_all(home)
             self._attend(home)
 
+    def clock_jumped(self) -> None:
+        """The clock was set: whoever waits for a time works out anew how long."""
+        for home in self._owned.values():
+            home.hold_to(self._now())
+            self._activate_all(home)
+            self._attend(home)
+
     def stop(self, endpoint_ids: Iterable[UUID]) -> None:
         """Send nothing more to the endpoints; what is in flight still ends."""
         for home in self._those(endpoint_ids):
@@ -172,8 +176,8 @@ class Dispatcher:
 
     async def quiet(self, endpoint_ids: Iterable[UUID]) -> None:
         """Wait until nothing of stopped endpoints is in flight any more."""
-        homes = self._those(endpoint_ids)
-        tasks = [lane.task for home in homes for lane in home.lanes.values() if lane.task]
+        lanes = [lane for home in self._those(endpoint_ids) for lane in home.lanes.values()]
+        tasks = [lane.task for lane in lanes if lane.task]
         if tasks:
             await asyncio.wait(tasks)
 
@@ -196,18 +200,14 @@ class Dispatcher:
     def wants(self, lane_ids: Iterable[int]) -> dict[int, LoadedLane]:
         """Those of the lanes that have nothing left to read but what they are given now."""
         lanes = (self._lanes[each] for each in lane_ids if each in self._lanes)
-        return {
-            lane.loaded.id: lane.loaded
-            for lane in lanes
-            if lane.machine.runs_dry and lane.home.endpoint.usable
-        }
+        return {lane.loaded.id: lane.loaded for lane in lanes if lane.runs_dry}
 
     def offer(
         self,
         last_seqs: Mapping[int, int],
         given: Mapping[int, Iterable[Delivery]] | None = None,
     ) -> None:
-        """Lanes were given deliveries up to these numbers.
+        """Lanes were given deliveries up to these numbers, owned ones and others.
 
         A lane that has something in hand is at work, or waits for what will
         wake it; one that has nothing is woken by what is read for it.
@@ -276,10 +276,8 @@ class Dispatcher:
             for lane_id in woken:
                 if not self._activate(home.lanes[lane_id]):
                     home.health.passed(lane_id)
-        wake_at = home.health.wake_at()
-        if wake_at is not None:
-            delay_s = max(wake_at - self._now(), 0.0)
-            home.timer = asyncio.get_running_loop().call_later(delay_s, self._attend, home)
+        if (wake_at := home.health.wake_at()) is not None:
+            home.timer = later(wake_at - self._now(), self._attend, home)
 
     async def _work(self, lane: OwnedLane) -> None:
         """Do what the lane says until it has to wait."""
@@ -298,9 +296,7 @@ class Dispatcher:
                         self._reader.want(lane, fetch)
                         return
                     case Wait(until=until):
-                        delay_s = max(until - self._now(), 0.0)
-                        loop = asyncio.get_running_loop()
-                        lane.timer = loop.call_later(delay_s, self._activate, lane)
+                        lane.timer = later(until - self._now(), self._activate, lane)
                         return
                     case None:
                         return
@@ -326,8 +322,7 @@ class Dispatcher:
     async def _send(self, lane: OwnedLane, send: Send) -> None:
         """One attempt, and what follows from its answer."""
         home, machine = lane.home, lane.machine
-        more = machine.fetch()
-        if more is not None:
+        if (more := machine.fetch()) is not None:
             self._reader.want(lane, more)
         state = home.health.state
         async with self._slots:

@@ -2,7 +2,7 @@
 
 Notifications only make things quicker; nothing depends on one arriving.  So a
 lost connection is opened again here, without disturbing anything else, and
-after every LISTEN both bells are rung: read first, then wait.
+after every LISTEN everybody is woken: read first, then wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outbox.store.connect import TROUBLE, in_one_line
 from outbox.store.notify import OWNERS_SUFFIX, RECONFIGURED
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Collection
 
     from asyncpg import Connection
 
@@ -37,9 +37,9 @@ class Listener:
     Args:
         connect: opens the connection.
         producers: rung when events were published or endpoints changed.
-        owners: rung when endpoints changed or other replicas have news.
-        sequencer_pid: the backend of this replica's own sequencer, whose news
-            arrives without a notification.
+        on_change: called when endpoints changed, or something may have been missed.
+        on_news: called with what other replicas tell, and the backend that told it.
+        own_pids: the backends by which this replica tells others.
     """
 
     def __init__(
@@ -47,14 +47,18 @@ class Listener:
         connect: Callable[[], Awaitable[Connection[Any]]],
         schema: str,
         producers: Bell,
-        owners: Bell,
-        sequencer_pid: int,
+        on_change: Callable[[], None],
+        on_news: Callable[[str, int], None],
+        own_pids: Collection[int],
     ) -> None:
         self._connect = connect
         self._schema = schema
         self._producers = producers
-        self._owners = owners
-        self._sequencer_pid = sequencer_pid
+        self._on_change = on_change
+        self._on_news = on_news
+        self._own_pids = own_pids
+        self._wanted = True
+        self._changed = asyncio.Event()
 
     async def run(self) -> None:
         """Listen, and reconnect, until cancelled."""
@@ -70,32 +74,53 @@ class Listener:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, RECONNECT_MAX_S)
 
+    def hear_producers(self, *, wanted: bool) -> None:
+        """Only who sequences needs to be woken by producers; the others are spared."""
+        if wanted != self._wanted:
+            self._wanted = wanted
+            self._changed.set()
+
     async def _listen(self) -> None:
         """Listen on one connection until it is lost."""
         connection = await self._connect()
-        lost = asyncio.Event()
+        lost = False
+
+        def lose(_: object) -> None:
+            nonlocal lost
+            lost = True
+            self._changed.set()
+
         try:
-            connection.add_termination_listener(lambda _: lost.set())
+            connection.add_termination_listener(lose)
             async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                await connection.add_listener(self._schema, self._heard)
                 await connection.add_listener(self._schema + OWNERS_SUFFIX, self._heard_owners)
-            self._producers.ring()
-            self._owners.ring()
-            while not lost.is_set():
+            self._on_change()
+            listens = False
+            while not lost:
+                self._changed.clear()
+                # It may be another one before the server has answered.
+                wanted = self._wanted
+                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                    if wanted and not listens:
+                        await connection.add_listener(self._schema, self._heard)
+                        self._producers.ring()
+                    elif listens and not wanted:
+                        await connection.remove_listener(self._schema, self._heard)
+                listens = wanted
                 with suppress(TimeoutError):
                     async with asyncio.timeout(HEARTBEAT_S):
-                        await lost.wait()
-                        return
+                        await self._changed.wait()
+                        continue
                 # A half-open connection hears nothing, for ever.
                 await connection.fetchval("SELECT 1", timeout=HEARTBEAT_TIMEOUT_S)
         finally:
             connection.terminate()
 
-    def _heard(self, _connection: object, _pid: int, _channel: str, payload: object) -> None:
+    def _heard(self, *_: object) -> None:
         self._producers.ring()
-        if payload == RECONFIGURED:
-            self._owners.ring()
 
-    def _heard_owners(self, _connection: object, pid: int, *_: object) -> None:
-        if pid != self._sequencer_pid:
-            self._owners.ring()
+    def _heard_owners(self, _connection: object, pid: int, _channel: str, payload: object) -> None:
+        if payload == RECONFIGURED:
+            self._on_change()
+        elif pid not in self._own_pids:
+            self._on_news(str(payload), pid)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
 
 from outbox.core.generations import Generations
 from outbox.core.health import Health
@@ -12,13 +13,19 @@ from outbox.core.steps import Gate
 from outbox.transport.port import Request
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from outbox.core.request import Prepared
     from outbox.core.steps import Send
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LoadedLane
+
+T = TypeVar("T")
+
+
+def later(delay_s: float, call: Callable[[T], object], what: T) -> asyncio.TimerHandle:
+    """Have something done after some seconds; at once if there are none left."""
+    return asyncio.get_running_loop().call_later(max(delay_s, 0.0), call, what)
 
 
 class OwnedLane:
@@ -49,6 +56,11 @@ class OwnedLane:
         if not self.home.generations.may_send(self.loaded.generation):
             return Gate.SHUT
         return self.home.health.ask(self.loaded.id, now)
+
+    @property
+    def runs_dry(self) -> bool:
+        """It can be sent what it is given, and has nothing left to read."""
+        return self.machine.runs_dry and self.home.endpoint.usable
 
     def request(self, send: Send, started_at: float) -> Request:
         """What an attempt sends, signed for the time at which it starts."""
@@ -98,6 +110,7 @@ class OwnedEndpoint:
         self.endpoint = endpoint
         self.epoch = epoch
         self.health = Health(endpoint.health)
+        self.health.hold_to(now)
         if endpoint.resumes != endpoint.obeyed:
             self.health.resume(now)
         if endpoint.state == "paused":
@@ -109,13 +122,16 @@ class OwnedEndpoint:
         self.stopped = False
         self.timer: asyncio.TimerHandle | None = None
 
-    def add(self, loaded: Iterable[LoadedLane], sent_through_batch: int) -> list[OwnedLane]:
+    def add(
+        self, loaded: Iterable[LoadedLane], sent_through_batch: int, now: float
+    ) -> list[OwnedLane]:
         """Take lanes in, or what was read anew of those that are there."""
         touched: list[OwnedLane] = []
         for each in loaded:
             lane = self.lanes.get(each.id)
             if lane is None:
                 lane = self.lanes[each.id] = OwnedLane(self, each, sent_through_batch)
+                lane.machine.hold_to(self.endpoint.retry, now)
             elif each.ended:
                 # Its counter was read after the change: nothing is added to it.
                 lane.machine.end()
@@ -137,6 +153,12 @@ class OwnedEndpoint:
             self.health.pause()
         elif was.resumes != endpoint.resumes:
             self.health.resume(now)
+
+    def hold_to(self, now: float) -> None:
+        """The clock was set, maybe back."""
+        self.health.hold_to(now)
+        for lane in self.lanes.values():
+            lane.machine.hold_to(self.endpoint.retry, now)
 
     def clear_timers(self) -> None:
         for lane in self.lanes.values():

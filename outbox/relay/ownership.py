@@ -9,19 +9,21 @@ piece of news.
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING
 
 import structlog
 
+from outbox.core.news import News, Teller
 from outbox.core.ownership import PeerWatch, preferred
+from outbox.relay.bell import Bell
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Iterable
+    from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
     from uuid import UUID
 
-    from outbox.core.ownership import Lease
-    from outbox.relay.bell import Bell
+    from outbox.core.ownership import Lease, Peer
     from outbox.relay.cursor import Sequenced
     from outbox.relay.dispatcher import Dispatcher
     from outbox.relay.recorder import Recorder
@@ -34,35 +36,59 @@ log = structlog.get_logger("outbox.ownership")
 BURIAL_LOCK_TIMEOUT_S = 1.0
 
 
-async def keep_lease(store: ReplicaStore, replica_id: int, lease: Lease) -> None:
+async def keep_lease(
+    store: ReplicaStore,
+    replica_id: int,
+    lease: Lease,
+    clock: Callable[[], float],
+    on_time: Callable[[float, float, float], None],
+) -> None:
     """Renew the lease until cancelled, on a connection used for nothing else.
+
+    The lease is looked at whenever this wakes, and by its own clock.  The loop's
+    timers may have stood still with the machine, so no single wait is longer than
+    the time between two renewals: what is in flight when the machine wakes is
+    closed after that at the latest.
+
+    Args:
+        clock: seconds of the steady clock.
+        on_time: told what the database's clock said, in epoch seconds; when it was
+            asked, and when the answer was there.
 
     Raises:
         Fenced: it ran out; whatever is in flight must be closed.
     """
-    clock = asyncio.get_running_loop().time
-    while True:
+
+    def wait_s() -> float:
         left_s = lease.left_s(clock())
         if left_s <= 0:
             raise Fenced
-        await asyncio.sleep(min(lease.renew_every_s, left_s))
+        return min(left_s, lease.renew_every_s)
+
+    while True:
+        await asyncio.sleep(wait_s())
         started_at = clock()
+        renewal = asyncio.ensure_future(store.renew(replica_id))
         try:
-            async with asyncio.timeout(max(lease.left_s(started_at), 0)):
-                renewed = await store.renew(replica_id)
-        except TimeoutError:
-            raise Fenced from None
-        if not renewed:
+            # Asked before it begins, too: a lease that has run out is not renewed.
+            while not (await asyncio.wait([renewal], timeout=wait_s()))[0]:
+                pass
+        finally:
+            renewal.cancel()
+        said = renewal.result()
+        if said is None:
             raise Fenced
         lease.renewed(started_at)
+        on_time(said, started_at, clock())
 
 
 class Ownership:
     """Claims, hands over, and keeps the dispatcher informed until cancelled.
 
     Args:
-        bell: rung when endpoints changed or other replicas have news.
         tell_others: wakes the other replicas after endpoints were freed.
+        tell_news: tells them of new batches.
+        clock: seconds of the steady clock.
     """
 
     def __init__(
@@ -73,8 +99,9 @@ class Ownership:
         recorder: Recorder,
         replica_id: int,
         lease: Lease,
-        bell: Bell,
-        tell_others: Callable[[], Awaitable[None]],
+        tell_others: Callable[[], Awaitable[object]],
+        tell_news: Callable[[], Awaitable[object]],
+        clock: Callable[[], float],
     ) -> None:
         self._replicas = replicas
         self._lanes = lanes
@@ -83,9 +110,13 @@ class Ownership:
         self._me = replica_id
         self._actor = f"replica {replica_id}"
         self._lease = lease
-        self._bell = bell
+        self._bell = Bell()
         self._tell_others = tell_others
+        self._tell_news = tell_news
+        self._clock = clock
         self._watch = PeerWatch()
+        # When to look at everything again; news is heard of in between.
+        self._look_at = 0.0
         self._version = 0
         self._stopping = False
         # Stopped, and to be let go as soon as nothing of theirs is in flight.
@@ -94,24 +125,72 @@ class Ownership:
         self._shared_with: set[int] = set()
         # The newest batch whose lanes were all told to the dispatcher.
         self._known_batch = 0
+        # Others may have sequenced something.
+        self._has_news = True
+        # The backends of others that sequence, as they were when last looked at.
+        self._leaders: set[int | None] = set()
+        self._teller = Teller()
 
     async def run(self) -> None:
         """Look after ownership until stopped; asyncpg's errors end it."""
         self._known_batch = await self._lanes.last_batch()
+        # A newcomer: whoever has something for it need not wait for its own next look.
+        await self._tell_others()
         while not self._stopping:
-            await self._look()
-            await self._bell.wait(self._lease.renew_every_s)
+            if self._clock() >= self._look_at:
+                # Whoever asks for a look from now on gets one of its own.
+                self._look_at = inf
+                look_at = self._clock() + self._lease.renew_every_s
+                await self._look()
+                self._look_at = min(self._look_at, look_at, self._watch.judge_at(self._me))
+                self._has_news = True
+            if self._has_news:
+                self._has_news = False
+                await self._follow()
+            if self._clock() >= self._teller.tell_at():
+                self._teller.told(self._clock())
+                await self._tell_news()
+            wake_at = min(self._look_at, self._teller.tell_at())
+            await self._bell.wait(max(wake_at - self._clock(), 0.0))
 
     def stop(self) -> None:
         """Let `run` return after the look that is under way."""
         self._stopping = True
         self._bell.ring()
 
+    def look(self) -> None:
+        """Endpoints changed, or are free: look as soon as possible."""
+        self._look_at = 0.0
+        self._bell.ring()
+
+    def hear(self, text: str, pid: int) -> None:
+        """Another session says that there is news.
+
+        Everybody may say so, and only of other replicas is it believed what the news
+        is.  What does not follow what is known is read.
+        """
+        news = News.parse(text) if pid in self._leaders else None
+        if news is None or news.first > self._known_batch + 1:
+            self._has_news = True
+            self._bell.ring()
+        elif news.last > self._known_batch:
+            self._known_batch = news.last
+            self._dispatcher.offer(news.last_seqs)
+
+    def tells(self, batch: int, last_seqs: Mapping[int, int]) -> str | None:
+        """What a batch that is about to be written tells the other replicas."""
+        return self._teller.text(batch, last_seqs, self._clock())
+
     def sequenced(self, sequenced: Sequenced) -> None:
         """This replica committed a batch: no need to read it back."""
         if sequenced.batch == self._known_batch + 1:
             self._known_batch = sequenced.batch
-        self._dispatcher.offer(sequenced.deliveries.counters, sequenced.given)
+        last_seqs = sequenced.deliveries.counters
+        tell_at = self._teller.tell_at()
+        self._teller.written(sequenced.batch, last_seqs, self._clock(), told=sequenced.told)
+        if self._teller.tell_at() < tell_at:
+            self._bell.ring()
+        self._dispatcher.offer(last_seqs, sequenced.given)
 
     async def quiet(self) -> None:
         """A clean stop: wait until nothing is in flight."""
@@ -122,18 +201,14 @@ class Ownership:
     # ------------------------------------------------------------- one look
 
     async def _look(self) -> None:
-        clock = asyncio.get_running_loop().time
-        peers = await self._replicas.peers()
-        alive, dead = self._watch.observe(peers, clock())
+        seen = await self._replicas.look()
+        alive, dead = self._watch.observe(seen.peers, self._clock())
         alive.add(self._me)
-        counters = {peer.id: peer.renewals for peer in peers}
-        for replica_id in dead - {self._me}:
-            # This answer may have come late, and whoever it tells of be alive and well.
-            if await self._replicas.bury(
-                replica_id, self._actor, BURIAL_LOCK_TIMEOUT_S, counters[replica_id]
-            ):
-                log.warning("a replica's lease ran out", replica=replica_id)
-        wanted = [e for e in await self._replicas.free() if preferred(e, alive) == self._me]
+        self._leaders = seen.cursor_pids
+        self._teller.alone = alive == {self._me}
+        if await self._bury(peer for peer in seen.peers if peer.id in dead - {self._me}):
+            seen = await self._replicas.look()
+        wanted = [e for e in seen.free if preferred(e, alive) == self._me]
         if wanted:
             await self._claim(wanted)
         if alive != self._shared_with:
@@ -141,9 +216,23 @@ class Ownership:
             self._shared_with = alive
             mine = [e.id for e in self._dispatcher.endpoints()]
             self._leave(e for e in mine if preferred(e, alive) != self._me)
-        await self._notice_changes()
+        await self._notice_changes(seen.version)
         await self._let_go()
-        await self._follow()
+
+    async def _bury(self, dead: Iterable[Peer]) -> bool:
+        """Free what dead replicas own; whether there were any."""
+        buried = False
+        for peer in dead:
+            # The answer may have come late, and whoever it tells of be alive and well.
+            if await self._replicas.bury(
+                peer.id, self._actor, BURIAL_LOCK_TIMEOUT_S, peer.renewals
+            ):
+                log.warning("a replica's lease ran out", replica=peer.id)
+                buried = True
+        if buried:
+            # The others need not wait for their own turn to find it dead.
+            await self._tell_others()
+        return buried
 
     async def _claim(self, wanted: list[UUID]) -> None:
         epochs = await self._replicas.claim(self._me, wanted, self._actor)
@@ -189,8 +278,7 @@ class Ownership:
         await self._tell_others()
         log.info("endpoints let go", endpoints=len(quiet))
 
-    async def _notice_changes(self) -> None:
-        version = await self._lanes.version()
+    async def _notice_changes(self, version: int) -> None:
         if version == self._version:
             return
         self._version = version
@@ -229,9 +317,8 @@ class Ownership:
 
     async def _follow(self) -> None:
         """Tell the dispatcher of batches that other replicas sequenced."""
-        while news := await self._lanes.news(self._known_batch):
-            lanes = {lane for batch, batch_lanes in news for lane in batch_lanes}
-            mine = self._dispatcher.owned_lanes(lanes)
-            if mine:
-                self._dispatcher.offer(await self._lanes.counters(mine))
-            self._known_batch = max(self._known_batch, news[-1][0])
+        more = True
+        while more and (news := await self._lanes.news(self._known_batch)) is not None:
+            self._dispatcher.offer(news.last_seqs)
+            self._known_batch = max(self._known_batch, news.batch)
+            more = news.more

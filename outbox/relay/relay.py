@@ -6,13 +6,13 @@ import asyncio
 import os
 import random
 import socket
-import time
 from typing import TYPE_CHECKING
 
 import structlog
 
 import outbox
 from outbox.errors import OutboxError
+from outbox.relay.clock import steady
 from outbox.relay.session import Session
 from outbox.store.connect import TROUBLE, in_one_line
 from outbox.store.records import Fenced
@@ -38,7 +38,7 @@ class Relay:
     Args:
         transport: used over all sessions, closed by whoever made it.
         name: what it is called among the replicas; the host and the process if not said.
-        now: epoch seconds.
+        clock: seconds that nobody sets and that go on while the machine sleeps.
         rng: for the jitter of retries and probes.
     """
 
@@ -49,14 +49,14 @@ class Relay:
         connections: Connections,
         *,
         name: str | None = None,
-        now: Callable[[], float] = time.time,
+        clock: Callable[[], float] = steady,
         rng: random.Random | None = None,
     ) -> None:
         self._settings = settings
         self._transport = transport
         self._connections = connections
         self._name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self._now = now
+        self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._stop = asyncio.Event()
 
@@ -81,7 +81,7 @@ class Relay:
                 self._name,
                 outbox.__version__,
                 predecessor=replica_id,
-                now=self._now,
+                clock=self._clock,
                 rng=self._rng,
             )
             started_at = asyncio.get_running_loop().time()

@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING
 import structlog
 
 from outbox.errors import CursorBroken
-from outbox.relay.cursor import Cursor, Turn, wants_nothing
+from outbox.relay.bell import Bell
+from outbox.relay.cursor import Cursor, Turn, tells_always, wants_nothing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from outbox.config import Settings
-    from outbox.relay.bell import Bell
     from outbox.relay.cursor import Sequenced
     from outbox.store.cursor import CursorStore, Standing
     from outbox.store.lanes import LoadedLane
@@ -70,7 +70,8 @@ class Sequencer:
         bell: rung by notifications.
         notified: whether notifications can arrive at all; without them the
             sequencer polls and the producers are never asked to notify.
-        wants: see `Cursor`.
+        wants, tells: see `Cursor`.
+        on_lead: called with whether this replica needs to hear producers.
     """
 
     cursor_type: type[Cursor] = Cursor
@@ -86,16 +87,21 @@ class Sequencer:
         *,
         notified: bool,
         wants: Callable[[Collection[int]], Mapping[int, LoadedLane]] = wants_nothing,
+        tells: Callable[[int, Mapping[int, int]], str | None] = tells_always,
+        on_lead: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._me = replica_id
         self._settings = settings
         self._bell = bell
         self._notified = notified
+        self._on_lead = on_lead
         self.cursor = self.cursor_type(
-            store, replica_id, settings, on_batch, self._stays_awake, wants
+            store, replica_id, settings, on_batch, self._stays_awake, wants, tells
         )
         self._asleep_until = 0.0
+        # Rung when another replica may have left, or come.
+        self._changes = Bell()
         # When the newest events were sequenced.
         self._sequenced_at: deque[float] = deque(maxlen=self.thick_events)
         # Until then, producers that notified would hold up each other.
@@ -118,8 +124,10 @@ class Sequencer:
                     await self._store.check()
                     checked = True
                 if not self.cursor.leads and not await self._may_lead():
+                    self._on_lead(False)
                     await self._stand_by()
                     continue
+                self._on_lead(True)
                 turn = await self.turn()
                 if turn is Turn.IDLE and not (self._asleep_until or self._looks_by_itself()):
                     turn = await self._fall_asleep()
@@ -149,6 +157,11 @@ class Sequencer:
         """Let `run` return after the turn that is under way."""
         self._stopping = True
         self._bell.ring()
+        self._changes.ring()
+
+    def look(self) -> None:
+        """Another replica may have left: whoever stands by looks at who leads."""
+        self._changes.ring()
 
     async def leave(self) -> None:
         """After `run`: another replica may lead at once."""
@@ -273,8 +286,12 @@ class Sequencer:
         return min(patience_s * 2.0**self._take_overs, CALM_S / 2)
 
     async def _stand_by(self) -> None:
-        """Wait until the next look at the leader."""
+        """Wait until the next look at the leader.
+
+        Producers may ring as they like: that is the leader's business, and whoever
+        stands by would look again and again at one that is quick.
+        """
         self._asleep_until = 0.0
         await asyncio.sleep(STAND_BY_MIN_S)
         if not self._stopping:
-            await self._bell.wait(max(self._settings.poll_s / 2 - STAND_BY_MIN_S, 0.0))
+            await self._changes.wait(max(self._settings.poll_s / 2 - STAND_BY_MIN_S, 0.0))

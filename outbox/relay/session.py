@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from outbox.core.clock import DatabaseClock
+from outbox.core.news import LATER
 from outbox.core.ownership import Lease
 from outbox.relay.bell import Bell
 from outbox.relay.care import Caretaker
@@ -28,7 +30,7 @@ from outbox.store.care import CareStore
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
 from outbox.store.migrate import require_current
-from outbox.store.notify import WAKE_ALL
+from outbox.store.notify import WAKE_ALL, WAKE_OWNERS
 from outbox.store.partitions import PartitionStore
 from outbox.store.records import RecordStore
 from outbox.store.replicas import ReplicaStore, application_name
@@ -46,6 +48,8 @@ log = structlog.get_logger("outbox.relay")
 
 REGISTER_S = 30.0
 """Time to register, on top of a lease in which another session may be in the way."""
+CLOCK_JUMP_S = 1.0
+"""What the database's clock may move by without a word; timers are as late as that."""
 
 
 class Session:
@@ -54,7 +58,7 @@ class Session:
     Args:
         predecessor: the replica this process was before; it has ended, so its
             endpoints are free at once.
-        now: epoch seconds.
+        clock: steady seconds, for the lease; the database tells the time.
         rng: for the jitter of retries and probes.
     """
 
@@ -66,13 +70,13 @@ class Session:
         name: str,
         version: str,
         predecessor: int | None,
-        now: Callable[[], float],
+        clock: Callable[[], float],
         rng: random.Random,
     ) -> None:
         self._settings = settings
         self._transport = transport
         self._connections = connections
-        self._now = now
+        self._clock = clock
         self._rng = rng
         self._name = name
         self._version = version
@@ -87,12 +91,11 @@ class Session:
                 session is over for another reason.
             OutboxError: the database cannot be used.
         """
-        settings = self._settings
-        loop = asyncio.get_running_loop()
+        settings, clock = self._settings, self._clock
         lease = Lease(settings.lease_s)
 
         def lease_left_s() -> float:
-            return lease.left_s(loop.time())
+            return lease.left_s(clock())
 
         async with AsyncExitStack() as stack:
             control = await self._connect(stack, "outbox-relay")
@@ -105,20 +108,31 @@ class Session:
                 if (was := self.replica_id) is not None:
                     actor = f"replica {was}"
                     await replicas.bury(was, actor, settings.lease_s, called=self._name)
-                started_at = loop.time()
-                me = await replicas.register(self._name, self._version, settings.lease_s)
+                started_at = clock()
+                me, said = await replicas.register(self._name, self._version, settings.lease_s)
             self.replica_id = me
             lease.renewed(started_at)
+            time = DatabaseClock(said, started_at, clock())
+
+            def now() -> float:
+                return time.now(clock())
+
+            def hear_time(said: float, asked_at: float, answered_at: float) -> None:
+                moved_s = time.heard(said, asked_at, answered_at)
+                if abs(moved_s) >= CLOCK_JUMP_S:
+                    log.warning("the database's clock jumped", by_s=round(moved_s, 3))
+                    dispatcher.clock_jumped()
+
             own_name = application_name(me)
             connections = [await self._connect(stack, own_name) for _ in range(6)]
-            for_renewal, for_cursor, for_reader, for_records, for_care, for_upkeep = connections
+            for_cursor, for_renewal, for_reader, for_records, for_care, for_upkeep = connections
             if not settings.pooled:  # A proxy's are everybody's.
                 # Whoever hangs may still hold a lock, such as the maintainer's.
                 with answering(control, settings.lease_s, "register its connections"):
                     await replicas.set_pids(me, [c.get_server_pid() for c in connections])
             log.info("replica registered", replica=me, lease_s=settings.lease_s)
 
-            events, owners, health = Bell(), Bell(), Bell()
+            events, health = Bell(), Bell()
             recorder = Recorder(
                 RecordStore(for_records, me, here),
                 settings.ack_group_ms / 1000,
@@ -131,9 +145,9 @@ class Session:
                 self._transport,
                 lease_left_s,
                 settings.in_flight_max,
-                on_quiet=owners.ring,
+                on_quiet=lambda: ownership.look(),
                 on_health=health.ring,
-                now=self._now,
+                now=now,
                 rng=self._rng,
             )
             ownership = Ownership(
@@ -143,8 +157,9 @@ class Session:
                 recorder,
                 me,
                 lease,
-                owners,
                 tell_others=lambda: control.execute(WAKE_ALL),
+                tell_news=lambda: control.execute(WAKE_OWNERS, LATER),
+                clock=clock,
             )
             sequencer = Sequencer(
                 CursorStore(for_cursor, here),
@@ -154,6 +169,21 @@ class Session:
                 ownership.sequenced,
                 notified=self._listening,
                 wants=dispatcher.wants,
+                tells=ownership.tells,
+                on_lead=lambda leads: listener.hear_producers(wanted=leads),
+            )
+
+            def look_at_changes() -> None:
+                ownership.look()
+                sequencer.look()
+
+            listener = Listener(
+                lambda: self._connections.listener(me),
+                settings.schema_name,
+                events,
+                look_at_changes,
+                ownership.hear,
+                [for_cursor.get_server_pid(), control.get_server_pid()],
             )
             watchdog = Watchdog(
                 {
@@ -168,29 +198,21 @@ class Session:
                 settings.lease_s,
             )
             care = Caretaker(
-                CareStore(for_care, settings.schema_name, me, here),
-                dispatcher,
-                health,
-                self._now,
+                CareStore(for_care, settings.schema_name, me, here), dispatcher, health, now
             )
             async with asyncio.TaskGroup() as tasks:
                 cut = tasks.create_task(_cut_at_the_end(control, *connections))
                 delivering = tasks.create_task(dispatcher.run())
                 background = [
                     tasks.create_task(watchdog.run()),
-                    tasks.create_task(keep_lease(ReplicaStore(for_renewal, here), me, lease)),
+                    tasks.create_task(
+                        keep_lease(ReplicaStore(for_renewal, here), me, lease, clock, hear_time)
+                    ),
                     tasks.create_task(recorder.run()),
                     tasks.create_task(care.run()),
                     tasks.create_task(maintain(PartitionStore(for_upkeep, pooled=settings.pooled))),
                 ]
                 if self._listening:
-                    listener = Listener(
-                        lambda: self._connections.listener(me),
-                        settings.schema_name,
-                        events,
-                        owners,
-                        for_cursor.get_server_pid(),
-                    )
                     background.append(tasks.create_task(listener.run()))
                 working = [
                     tasks.create_task(ownership.run()),

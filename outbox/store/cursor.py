@@ -81,14 +81,14 @@ GIVEN_BYTES_MAX = 32 << 10
 # leader alone, only while nobody changed who gets what, and on the server that all
 # of it was read from: a proxy may have led us to one that does not know our last
 # batches.  No row at all says that nothing was done.  Other replicas, if there are
-# any, hear of it when it commits.  Some lanes get their events back, so that these
-# need not be read again; but no more than the connection's buffers take, whoever
-# reads them or not: the row is locked until all of it is sent, and a relay that is
-# frozen must not hold it.
+# any and they are to be told, hear of it when it commits.  Some lanes get their
+# events back, so that these need not be read again; but no more than the
+# connection's buffers take, whoever reads them or not: the row is locked until all
+# of it is sent, and a relay that is frozen must not hold it.
 WRITE_BATCH = f"""
 WITH held AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $12 AND version = $15 AND ($18::bigint IS NULL OR server_timeline() = $18)
+     WHERE writer = $12 AND version = $15 AND ($19::bigint IS NULL OR server_timeline() = $19)
        AND EXISTS (SELECT FROM batch WHERE batch = $1 - 1)
        FOR UPDATE SKIP LOCKED),
 row AS (
@@ -106,8 +106,9 @@ given AS (
     RETURNING lane_id, batch, seq, outbox_id),
 awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM held WHERE $16),
 told AS MATERIALIZED (
-    {WAKE_OWNERS} FROM held
-     WHERE cardinality($9::bigint[]) > 0 AND EXISTS (SELECT FROM replica WHERE id <> $12))
+    {WAKE_OWNERS.replace("$1", "$18")} FROM held
+     WHERE $18::text IS NOT NULL AND cardinality($9::bigint[]) > 0
+       AND EXISTS (SELECT FROM replica WHERE id <> $12))
 SELECT lane_id, batch, seq, outbox_id, {EVENT}, NULL::bigint AS was_seq,
        (SELECT count(*) FROM awake) + (SELECT count(*) FROM told) AS done
   FROM held
@@ -281,16 +282,16 @@ class CursorStore:
         *,
         awake: bool,
         wanted: Mapping[int, LoadedLane],
+        tell: str | None,
     ) -> dict[int, list[Delivery]] | None:
         """Write one batch: its row, its deliveries and counters.
-
-        When it commits, other replicas are told that their lanes have something.
 
         Args:
             writer: must lead, or nothing is done;
             version: so must this be the version of who gets what.
             awake: set the wake-up flag to "awake".
             wanted: lanes that want what they were given now.
+            tell: what to tell other replicas when it commits, if lanes have something.
 
         Returns:
             What the wanted lanes were given, up to some bytes; None: nothing was done.
@@ -314,6 +315,7 @@ class CursorStore:
             version,
             awake,
             list(wanted),
+            tell,
             self._timeline,
         )
         if not rows:

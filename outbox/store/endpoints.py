@@ -77,6 +77,17 @@ SELECT id, secret, created_at, expires_at FROM endpoint_secret
  ORDER BY id DESC
 """
 
+# Who had it when, the newest first.
+GET_HANDS = """
+SELECT at, kind = 'endpoint_claimed' AS claimed, data ->> 'relay' AS relay,
+       (data ->> 'replica')::bigint AS replica_id, (data ->> 'epoch')::bigint AS epoch,
+       actor, data ->> 'why' AS why
+  FROM journal
+ WHERE endpoint_id = $1 AND kind IN ('endpoint_claimed', 'endpoint_freed')
+ ORDER BY id DESC LIMIT $2
+"""
+HANDS_MAX = 10
+
 LIST_NAMES = (
     "SELECT name FROM endpoint WHERE state <> 'removed' ORDER BY created_at DESC LIMIT 1000"
 )
@@ -153,6 +164,22 @@ class SecretRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Hand:
+    """A change of hands, as the journal tells it."""
+
+    at: datetime
+    claimed: bool
+    """False: it was freed, and nobody had it."""
+    relay: str
+    replica_id: int
+    """The one that has it, or had it."""
+    epoch: int
+    actor: str
+    """Who did that; who is dead is helped by another one."""
+    why: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Detail:
     """Everything that is known of an endpoint."""
 
@@ -161,6 +188,8 @@ class Detail:
     health: Health
     secrets: tuple[SecretRow, ...]
     lanes: tuple[LaneRow, ...]
+    hands: tuple[Hand, ...]
+    """The last changes of hands, the newest first."""
 
 
 async def page(
@@ -192,12 +221,14 @@ async def get(connection: Connection[Any], schema: str, name: str) -> Detail:
             raise await not_found(connection, name)
         lanes = await connection.fetch(GET_LANES, row["id"])
         secrets = await connection.fetch(GET_SECRETS, row["id"])
+        hands = await connection.fetch(GET_HANDS, row["id"], HANDS_MAX)
     return Detail(
         row=_endpoint(row),
         settings=settings_of(row),
         health=Health(row["health"], row["since"], row["held_until"], _json(row["last_answer"])),
         secrets=tuple(SecretRow(s["id"], s["created_at"], s["expires_at"]) for s in secrets),
         lanes=tuple(_lane(lane) for lane in lanes),
+        hands=tuple(Hand(**hand) for hand in hands),
     )
 
 

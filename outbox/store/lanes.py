@@ -110,13 +110,20 @@ SELECT lane_id, batch, seq, outbox_id, {EVENT},
 # Lanes that wait for an operator.
 READ_BLOCKED = "SELECT lane_id FROM lane_block WHERE lane_id = ANY ($1)"
 
-# What other replicas sequenced.
-READ_NEWS = "SELECT batch, lanes FROM batch WHERE batch > $1 ORDER BY batch LIMIT 1000"
+# What other replicas sequenced: the lanes that got something, and their counters.
+# OFFSET 0 keeps those to a look by lane.
+READ_NEWS = """
+WITH news AS MATERIALIZED (
+    SELECT batch, lanes FROM batch WHERE batch > $1 ORDER BY batch LIMIT $2)
+SELECT (SELECT max(batch) FROM news) AS batch, (SELECT count(*) FROM news) AS batches,
+       array_agg(c.lane_id) AS lanes, array_agg(c.last_seq) AS last_seqs
+  FROM (SELECT DISTINCT unnest(lanes) AS id FROM news) lane
+ CROSS JOIN LATERAL (
+       SELECT lane_id, last_seq FROM lane_counter WHERE lane_id = lane.id OFFSET 0) c
+"""
+NEWS_MAX = 1000
 
 READ_COUNTERS = "SELECT lane_id, last_seq FROM lane_counter WHERE lane_id = ANY ($1)"
-
-# Rises with every change of who gets what.
-READ_VERSION = "SELECT version FROM cursor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,18 @@ class LoadedLane:
     """Epoch seconds; None: it owes nothing."""
     progress: Progress
     tail: tuple[tuple[int, int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sequenced:
+    """Batches that were sequenced."""
+
+    batch: int
+    """The newest of them."""
+    last_seqs: dict[int, int]
+    """Of every lane that got something, the last number given out by now."""
+    more: bool
+    """There may be newer batches."""
 
 
 class LaneStore:
@@ -219,9 +238,13 @@ class LaneStore:
             found[lane.id].append(_delivery(lane, r))
         return found
 
-    async def news(self, after_batch: int) -> list[tuple[int, list[int]]]:
-        """(batch, lanes) of the batches after one, oldest first."""
-        return [(r["batch"], r["lanes"]) for r in await self._db.fetch(READ_NEWS, after_batch)]
+    async def news(self, after_batch: int) -> Sequenced | None:
+        """What was sequenced after a batch; None: nothing was."""
+        row = await self._db.fetchrow(READ_NEWS, after_batch, NEWS_MAX)
+        if not row["batches"]:
+            return None
+        last_seqs = dict(zip(row["lanes"] or (), row["last_seqs"] or (), strict=True))
+        return Sequenced(row["batch"], last_seqs, more=row["batches"] == NEWS_MAX)
 
     async def counters(self, lane_ids: Collection[int]) -> dict[int, int]:
         """The last number given out in each lane."""
@@ -232,11 +255,6 @@ class LaneStore:
         """Those of the lanes that wait for an operator."""
         rows = await self._db.fetch(READ_BLOCKED, list(lane_ids))
         return {r["lane_id"] for r in rows}
-
-    async def version(self) -> int:
-        """The version of who gets what."""
-        version: int = await self._db.fetchval(READ_VERSION)
-        return version
 
 
 def _seconds(at: datetime | None) -> float | None:

@@ -6,6 +6,7 @@ Every change of hands is one transaction, and journalled in it.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -36,13 +37,15 @@ WITH fence AS MATERIALIZED (
     SELECT 1 FROM replica WHERE {OWN_ROW.format(timeline)} FOR KEY SHARE)"""  # noqa: S608
 
 
+# With the database's time, by which a relay goes.
 REGISTER = """
 INSERT INTO replica (name, version, pids, lease_s, expires_at)
 VALUES ($1, $2, '{}', $3, clock_timestamp() + make_interval(secs => $3))
-RETURNING id
+RETURNING id, extract(epoch FROM clock_timestamp())::float8 AS now
 """
 
-# Whoever buries this replica may end its backends; they name themselves here.
+# Whoever buries this replica may end its backends; they name themselves here, the one
+# that sequences first.
 SET_PIDS = "UPDATE replica SET pids = $2 WHERE id = $1"
 
 # A lapsed lease is not renewed: the replica has to register anew.
@@ -51,9 +54,8 @@ UPDATE replica
    SET renewals = renewals + 1,
        expires_at = clock_timestamp() + make_interval(secs => lease_s)
  WHERE {OWN_ROW.format("$2")}
+RETURNING extract(epoch FROM clock_timestamp())::float8
 """  # noqa: S608 (constants only)
-
-READ_PEERS = "SELECT id, renewals, lease_s FROM replica"
 
 # FOR UPDATE waits for a group of acknowledgements that is being written just
 # now, and shuts out every later one.  Whoever was judged by its counter ($2) is
@@ -81,7 +83,8 @@ freed AS (
     RETURNING o.endpoint_id, epoch)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_freed', $2, endpoint_id,
-       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $3::text)
+       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $3::text,
+                          'relay', (SELECT name FROM replica WHERE id = $1))
   FROM freed
 """
 
@@ -97,16 +100,24 @@ freed AS (
     RETURNING o.endpoint_id, epoch)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_freed', $3, endpoint_id,
-       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $4::text)
+       jsonb_build_object('epoch', epoch, 'replica', $1::bigint, 'why', $4::text,
+                          'relay', (SELECT name FROM replica WHERE id = $1))
   FROM freed
 """  # noqa: S608 (constants only)
 
-# Only what is free: an idle look must not cost more with every endpoint.
-READ_FREE = """
-SELECT o.endpoint_id
-  FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
-   AND e.state NOT IN ('removed', 'disabled')
- WHERE o.replica_id IS NULL
+# Everything that an owner looks at now and then, in one statement: all replicas,
+# what nobody owns, and the version of who gets what.  Only what is free: an idle
+# look must not cost more with every endpoint.
+LOOK = """
+SELECT c.version, r.ids, r.renewals, r.leases_s, r.cursor_pids,
+       array(SELECT o.endpoint_id
+               FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
+                AND e.state NOT IN ('removed', 'disabled')
+              WHERE o.replica_id IS NULL) AS free
+  FROM cursor c,
+       (SELECT array_agg(id) AS ids, array_agg(renewals) AS renewals,
+               array_agg(lease_s) AS leases_s, array_agg(pids[1]) AS cursor_pids
+          FROM replica) r
 """
 
 CLAIM = f"""{fence("$4")},
@@ -120,7 +131,8 @@ claimed AS (
 told AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
     SELECT 'endpoint_claimed', $3, endpoint_id,
-           jsonb_build_object('epoch', epoch, 'replica', $1::bigint)
+           jsonb_build_object('epoch', epoch, 'replica', $1::bigint,
+                              'relay', (SELECT name FROM replica WHERE id = $1))
       FROM claimed)
 SELECT endpoint_id, epoch FROM claimed
 """  # noqa: S608 (constants only)
@@ -153,6 +165,20 @@ def listener_name(replica_id: int) -> str:
     return application_name(replica_id) + LISTENER_SUFFIX
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What an owner sees at one moment."""
+
+    version: int
+    """Of who gets what; it rises with every change."""
+    peers: list[Peer]
+    """Every registered replica, whoever looks among them."""
+    free: list[UUID]
+    """Endpoints that nobody owns."""
+    cursor_pids: set[int | None]
+    """The backends by which the replicas sequence."""
+
+
 class ReplicaStore:
     """Leases and ownership, on one connection.
 
@@ -166,24 +192,34 @@ class ReplicaStore:
         self._db = connection
         self._timeline = timeline
 
-    async def register(self, name: str, version: str, lease_s: float) -> int:
-        """A new replica; its lease begins now.  Returns its id."""
-        replica_id: int = await self._db.fetchval(REGISTER, name, version, lease_s)
-        return replica_id
+    async def register(self, name: str, version: str, lease_s: float) -> tuple[int, float]:
+        """A new replica; its lease begins now.
+
+        Returns:
+            Its id, and the database's time in epoch seconds.
+        """
+        row = await self._db.fetchrow(REGISTER, name, version, lease_s)
+        return row["id"], row["now"]
 
     async def set_pids(self, replica_id: int, pids: Sequence[int]) -> None:
         """The backends that write in this replica's name."""
         await self._db.execute(SET_PIDS, replica_id, pids)
 
-    async def renew(self, replica_id: int) -> bool:
-        """Whether the lease was still running, and now runs anew."""
-        return str(await self._db.execute(RENEW, replica_id, self._timeline)) == "UPDATE 1"
+    async def renew(self, replica_id: int) -> float | None:
+        """Let the lease run anew, if it still ran.
 
-    async def peers(self) -> list[Peer]:
-        """Every registered replica, this one among them."""
-        return [
-            Peer(r["id"], r["renewals"], r["lease_s"]) for r in await self._db.fetch(READ_PEERS)
-        ]
+        Returns:
+            The database's time in epoch seconds; None: it had run out.
+        """
+        now: float | None = await self._db.fetchval(RENEW, replica_id, self._timeline)
+        return now
+
+    async def look(self) -> Look:
+        """Everything that an owner looks at."""
+        row = await self._db.fetchrow(LOOK)
+        columns = (row["ids"] or (), row["renewals"] or (), row["leases_s"] or ())
+        peers = [Peer(*each) for each in zip(*columns, strict=True)]
+        return Look(row["version"], peers, row["free"], set(row["cursor_pids"] or ()))
 
     async def bury(
         self,
@@ -231,10 +267,6 @@ class ReplicaStore:
             await self._db.execute(LOCK_REPLICA, replica_id, None, None)
             await self._db.execute(FREE_ALL, replica_id, actor, "clean stop")
             await self._db.execute(REMOVE_REPLICA, replica_id)
-
-    async def free(self) -> list[UUID]:
-        """Endpoints that nobody owns."""
-        return [r["endpoint_id"] for r in await self._db.fetch(READ_FREE)]
 
     async def claim(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str

@@ -38,6 +38,7 @@ SELECT count(*) AS gaps, coalesce(sum(hi - lo + 1), 0)::bigint AS ids FROM (
 
 REPLICAS = """
 SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() AS alive,
+       r.id = (SELECT writer FROM cursor) AS leads,
        (SELECT count(*) FROM ownership o WHERE o.replica_id = r.id) AS endpoints
   FROM replica r ORDER BY r.id
 """
@@ -141,6 +142,8 @@ class Replica:
     version: str
     alive: bool
     """Its lease runs, by the database's clock."""
+    leads: bool
+    """It is the one that sequences."""
     endpoints: int
     started_at: datetime
 

@@ -524,15 +524,16 @@ def test_status_says_what_needs_a_look_and_which_command_helps(
         UPDATE endpoint SET generation = 2 WHERE name = 'sick';
         INSERT INTO replica (name, version, pids, lease_s, expires_at)
         VALUES ('r1', '1', '{}', 5, now() + interval '1 h'),
-               ('r2', '1', '{}', 5, now() - interval '1 h') RETURNING id
+               ('r2', '1', '{}', 5, now() - interval '1 h') RETURNING id;
+        UPDATE cursor SET writer = (SELECT id FROM replica WHERE name = 'r1')
         """,
     )
     text = here("status").out
     states = dict(re.findall(r"^(a shop|blocked|sick) +(\w+)", text, re.MULTILINE))
     assert states == {"a shop": "paused", "blocked": "blocked", "sick": "failing"}
     assert re.findall(r"^r\d .*?(?=  1 )", text, re.MULTILINE) == [
-        "r1     alive           0",
-        "r2     lapsed          0",
+        "r1     alive   yes                0",
+        "r2     lapsed  -                  0",
     ]
     for note in (
         "a shop: paused since 2h by ann@host (moving); outbox endpoint resume 'a shop'\n",

@@ -22,6 +22,7 @@ import outbox
 from outbox.core.schedule import markdown
 from outbox.core.signature import parse_secret, verify
 from outbox.store import endpoint_states
+from outbox.store.replicas import ReplicaStore
 from tests.support import process
 from tests.support.relay import (
     OK,
@@ -123,6 +124,33 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "backlog       at most 1000 deliveries and 2d",
     ):
         assert line in text.splitlines()
+
+
+def test_an_endpoint_shows_whose_hands_it_went_through(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    assert "relay         none" in here("endpoint", "show", "a").out.splitlines()
+
+    async def move() -> None:
+        async with database.connection(server_settings={"search_path": "relay"}) as connection:
+            store = ReplicaStore(connection)
+            (endpoint_id,) = (await store.look()).free
+            first, _ = await store.register("one:1", "0", 60.0)
+            other, _ = await store.register("other:2", "0", 60.0)
+            await store.claim(first, [endpoint_id], f"replica {first}")
+            assert await store.bury(first, f"replica {other}", 1.0)
+            await store.claim(other, [endpoint_id], f"replica {other}")
+
+    asyncio.run(move())
+    text = here("endpoint", "show", "a").out
+    assert "relay         other:2 (replica 2) since " in text
+    hands = here("endpoint", "show", "a", "--json").json["hands"]
+    assert [(h["claimed"], h["relay"], h["epoch"], h["actor"], h["why"]) for h in hands] == [
+        (True, "other:2", 3, "replica 2", None),
+        (False, "one:1", 2, "replica 2", "lease ran out"),
+        (True, "one:1", 1, "replica 1", None),
+    ]
+    told = [line.split() for line in text.splitlines() if "lease ran out" in line]
+    assert [words[2:5] for words in told] == [["one:1", "freed", "2"]]
 
 
 def test_update_says_what_is_another_one_now(here: Command) -> None:

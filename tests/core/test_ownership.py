@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from uuid import UUID
 
 from hypothesis import given
@@ -75,8 +76,8 @@ def test_a_peer_is_dead_after_a_whole_lease_without_news() -> None:
 
     assert look(0, (1, 7), (2, 3)) == ({1, 2}, set())
     assert look(4, (1, 8), (2, 3)) == ({1, 2}, set())
-    assert look(5, (1, 8), (2, 3)) == ({1, 2}, set())
-    assert look(5.1, (1, 8), (2, 3)) == ({1}, {2})
+    assert look(4.9, (1, 8), (2, 3)) == ({1, 2}, set())
+    assert look(5, (1, 8), (2, 3)) == ({1}, {2})
     # It was only frozen.
     assert look(6, (1, 8), (2, 4)) == ({1, 2}, set())
     # One whose row is gone is forgotten, and new when it comes back.
@@ -89,6 +90,33 @@ def test_each_peer_is_judged_by_its_own_lease() -> None:
     peers = [Peer(1, 0, 2.0), Peer(2, 0, 20.0)]
     watch.observe(peers, 0)
     assert watch.observe(peers, 3) == ({2}, {1})
+
+
+def test_it_is_known_when_the_next_peer_is_dead() -> None:
+    """Who looks then takes over as soon as anybody may, however rarely it looks otherwise."""
+    watch = PeerWatch()
+    assert watch.judge_at(me=1) == inf
+    peers = [Peer(1, 0, 2.0), Peer(2, 7, 5.0), Peer(3, 7, 8.0)]
+    watch.observe(peers, 100.0)
+    assert watch.judge_at(me=1) == 105.0
+    # A sign of life puts it off, by a lease from when it was seen.
+    watch.observe([peers[0], Peer(2, 8, 5.0), peers[2]], 104.0)
+    assert watch.judge_at(me=1) == 108.0
+    assert watch.observe([peers[0], Peer(2, 8, 5.0), peers[2]], 108.0) == ({2}, {1, 3})
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.floats(0.1, 10))
+def test_nobody_is_judged_later_than_a_lease_after_its_last_sign_was_seen(
+    gaps_s: list[float], lease_s: float
+) -> None:
+    watch, now, renewals = PeerWatch(), 0.0, 0
+    for gap_s in gaps_s:
+        now += gap_s * lease_s / RENEWALS_PER_LEASE
+        renewals += 1
+        watch.observe([Peer(2, renewals, lease_s)], now)
+    judged_at = watch.judge_at(me=1)
+    assert judged_at == now + lease_s
+    assert watch.observe([Peer(2, renewals, lease_s)], judged_at) == (set(), {2})
 
 
 class ReplicaMachine(RuleBasedStateMachine):
@@ -148,6 +176,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         silent_s = self.now - self.news[1]
         if abs(silent_s - LEASE_S) > 1e-6:
             assert bool(dead) == (silent_s > LEASE_S)
+        else:
+            assert self.watch.judge_at(me=2) - self.watchers_clock(self.now) < 1e-6
 
     @invariant()
     def the_dead_do_not_believe_in_themselves(self) -> None:

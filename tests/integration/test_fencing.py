@@ -33,7 +33,7 @@ class Replica:
     async def start(self, lease_s: float = 60) -> Replica:
         connection = await self.database.connect(**SESSION)
         self.replicas = ReplicaStore(connection)
-        self.id = await self.replicas.register("test", "0", lease_s)
+        self.id, _ = await self.replicas.register("test", "0", lease_s)
         self.connection = await self.database.connect(**SESSION)
         self.records = RecordStore(self.connection, self.id)
         self.epochs: dict[UUID, int] = {}
@@ -169,6 +169,25 @@ async def test_a_burial_waits_for_a_group_under_way_and_then_sees_it(database: D
     await transaction.commit()
     assert await burial
     assert await fetchval(database, "SELECT count(*) FROM attempt") == 1
+
+
+async def test_who_renewed_since_it_was_last_looked_at_is_not_buried(database: Database) -> None:
+    """A renewal may commit between the look and the burial, and its owner goes on sending."""
+    endpoint_id, lane = await _endpoint(database)
+    old, new = await Replica(database).start(), await Replica(database).start()
+    epoch = await old.claim(endpoint_id)
+    (seen,) = [peer for peer in (await new.replicas.look()).peers if peer.id == old.id]
+    renewing = await database.connect(**SESSION)
+    transaction = renewing.transaction()
+    await transaction.start()
+    assert await ReplicaStore(renewing).renew(old.id)
+    burial = asyncio.create_task(new.replicas.bury(old.id, "test", 10.0, seen.renewals))
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
+    await until(lambda: fetchval(database, waiting))
+    await transaction.commit()
+    assert not await burial
+    await old.records.write([success(lane, 1)], [epoch])
+    assert await new.replicas.bury(old.id, "test", 10.0, seen.renewals + 1)
 
 
 async def test_a_group_that_waits_behind_a_burial_finds_no_fence(database: Database) -> None:

@@ -78,7 +78,7 @@ async def test_who_leaves_lets_another_lead_at_once(database: Database) -> None:
             await first.ended()
             await first.sequencer.leave()
             assert await producer.fetchval(LEADER) is None
-            second.bell.ring()
+            second.sequencer.look()
             await second.sequenced(await producer.fetchval(INSERT))
 
 
@@ -90,11 +90,11 @@ async def test_a_ring_while_it_is_not_looking_is_kept(database: Database) -> Non
         async with replica(database, poll_s=60) as second:
             for looks in (1, 2, 3):
                 await until(lambda looks=looks: second.store.looks >= looks, what="a look")
-                second.bell.ring()
+                second.sequencer.look()
             first.sequencer.stop()
             await first.ended()
             await first.sequencer.leave()
-            second.bell.ring()
+            second.sequencer.look()
             await until(lambda: leader_is(producer, second), what="the other one to lead")
 
 

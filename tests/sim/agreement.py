@@ -149,7 +149,7 @@ class Script:
         return sorted((self._n(e), epoch) for e, epoch in epochs.items())
 
     async def _free(self) -> list[UUID]:
-        return sorted(await self._replicas.free(), key=self._n)
+        return sorted((await self._replicas.look()).free, key=self._n)
 
     async def _load(self) -> Any:
         loaded = await self._lanes.lanes(self._side.endpoint_ids)
@@ -248,7 +248,8 @@ class Script:
         lanes = list(range(1, 9))
         return (
             last,
-            [(batch, sorted(given)) for batch, given in await self._lanes.news(after)],
+            (news := await self._lanes.news(after))
+            and (news.batch, sorted(news.last_seqs.items()), news.more),
             await self._lanes.counters(lanes),
             await self._lanes.blocked(lanes),
         )
@@ -269,7 +270,9 @@ class Script:
         if self._rng.random() < 0.3:
             await self._side.lapse(me)
         renewed = await self._replicas.renew(me)
-        return renewed is not None and renewed is not False
+        seen = await self._replicas.look()
+        peers = sorted((peer.id, peer.renewals, peer.lease_s) for peer in seen.peers)
+        return renewed is not None, peers, seen.version, seen.cursor_pids
 
     async def _health(self) -> Any:
         for endpoint in await self._lanes.endpoints(sorted(self._owner, key=self._n)):

@@ -341,10 +341,10 @@ def a_lapsed_lease_that_may_renew(sim: Simulation) -> None:
         yield Wait(db.replica, me, UPDATE)
         row = tx.get(db.replica, me)
         if row is None:
-            return "UPDATE 0"
+            return []
         expires_at = db.wall() + row["lease_s"]
         tx.change(db.replica, me, renewals=row["renewals"] + 1, expires_at=expires_at)
-        return "UPDATE 1"
+        return [{"now": db.wall()}]
 
     sim.database.changed[replicas.RENEW] = renew
     swap(ownership.Lease, "left_s", lambda self, now: max(self._until - now, 1.0))

@@ -196,7 +196,7 @@ class Simulation:
             transport,
             SimulatedConnections(self, process),  # type: ignore[arg-type]
             name=name,
-            now=process.wall,
+            clock=lambda: self.world.now,
             rng=random.Random(self._rng.random()),
         )
         task = process.run(relay.run())

@@ -175,7 +175,7 @@ async def test_a_change_of_hands_waits_for_a_change_of_lanes(
 ) -> None:
     made = await add_endpoint(database)
     store = ReplicaStore(await database.connect(**PATH))
-    replica_id = await store.register("r", "1", 30.0)
+    replica_id, _ = await store.register("r", "1", 30.0)
     changing = await database.connect(**PATH)
     async with change(changing, "relay") as from_batch:
         found = await endpoint_changes.lock(changing, "shop")

@@ -164,7 +164,7 @@ async def _batch(log: LongLog) -> Case:
     heard = Heard()
     wanted: dict[int, Any] = dict.fromkeys(log.lanes[:20])
     await cursor.CursorStore(heard, timeline=1).write(
-        BATCHES, step, 100, deliveries, 1, 1, awake=True, wanted=wanted
+        BATCHES, step, 100, deliveries, 1, 1, awake=True, wanted=wanted, tell=""
     )
     ((sql, arguments),) = heard.asked
     leads = "UPDATE cursor SET writer = 1, version = 1"
@@ -251,7 +251,14 @@ async def _deliveries_of_lanes_that_owe_nothing(log: LongLog) -> Case:
 
 
 async def _news(log: LongLog) -> Case:
-    return Case(lanes.READ_NEWS, (BATCHES - 10,), 10, 20, {"batch": NEWEST})
+    touched = 9 * 100
+    return Case(
+        lanes.READ_NEWS,
+        (BATCHES - 10, lanes.NEWS_MAX),
+        10 + touched,
+        20 + 3 * touched,
+        {"batch": NEWEST},
+    )
 
 
 async def _last_batch(log: LongLog) -> Case:
@@ -320,12 +327,8 @@ async def _renewal(log: LongLog) -> Case:
     return Case(replicas.RENEW, (log.replica, 1), 1, 10)
 
 
-async def _peers(log: LongLog) -> Case:
-    return Case(replicas.READ_PEERS, (), 1, 10)
-
-
-async def _free_endpoints(log: LongLog) -> Case:
-    return Case(replicas.READ_FREE, (), ENDPOINTS, 10)
+async def _look(log: LongLog) -> Case:
+    return Case(replicas.LOOK, (), 2 + ENDPOINTS, 20)
 
 
 RELAY = {
@@ -359,8 +362,7 @@ RELAY = {
         _backlog_over_its_count,
         _backlog_over_its_age,
         _renewal,
-        _peers,
-        _free_endpoints,
+        _look,
     )
 }
 

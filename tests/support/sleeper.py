@@ -159,8 +159,9 @@ async def sleeper(
                 lambda: session(database),
                 database.schema,
                 bell,
-                Bell(),
-                connection.get_server_pid(),
+                sequencer.look,
+                lambda *_: None,
+                [connection.get_server_pid()],
             )
             listening = tasks.create_task(listener.run())
         running = this[0].task = tasks.create_task(sequencer.run())

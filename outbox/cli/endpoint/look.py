@@ -78,7 +78,7 @@ Example:
 @json_option
 @settings_options
 def show(settings: Settings, name: str, as_json: bool) -> None:
-    """Show an endpoint, its health and its lanes."""
+    """Show an endpoint, its health, its lanes, and which relays it went through."""
 
     async def go() -> None:
         async with database(settings) as connection:
@@ -91,6 +91,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
                     "health": found.health,
                     "secrets": found.secrets,
                     "lanes": found.lanes,
+                    "hands": found.hands,
                 }
             )
             return
@@ -124,6 +125,16 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
             ],
             "no lanes",
         )
+        if found.hands:
+            click.echo()
+            emit_table(
+                ["at", "relay", "hands", "epoch", "by", "why"],
+                [
+                    (h.at, h.relay, "claimed" if h.claimed else "freed", h.epoch, h.actor, h.why)
+                    for h in found.hands
+                ],
+                "",
+            )
 
     run_async(go())
 
@@ -220,6 +231,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("url", row.url),
         ("state", state),
         ("receives", None if row.subscribed else "nothing new"),
+        ("relay", _relay(found)),
         ("health", healthy),
         ("last failure", health.last_answer),
         ("types", row.types),
@@ -258,6 +270,14 @@ def _state(row: EndpointRow) -> str:
     if not row.subscribed:
         return "draining"
     return "active" if row.health == "healthy" else row.health
+
+
+def _relay(found: Detail) -> str:
+    """Who delivers to it."""
+    last = found.hands[0] if found.hands else None
+    if last is None or not last.claimed:
+        return "none"
+    return f"{last.relay} (replica {last.replica_id}) since {cell(last.at)}"
 
 
 def _tenant(row: EndpointRow) -> str | None:

@@ -241,6 +241,15 @@ class Connection(Client):
 
         await self.ask(listen)
 
+    async def remove_listener(self, channel: str, callback: Callable[..., None]) -> None:
+        self._listeners[channel].remove(callback)
+
+        def unlisten(backend: Backend) -> None:
+            self._database.unlisten(backend, channel)
+            backend.client.answer("UNLISTEN", None)
+
+        await self.ask(unlisten)
+
     # ---------------------------------------------------------- transactions
 
     async def control(self, what: str) -> None:

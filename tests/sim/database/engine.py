@@ -313,6 +313,10 @@ class Engine:
     def listen(self, backend: Backend, channel: str) -> None:
         self._listening.setdefault(channel, {})[backend.pid] = None
 
+    def unlisten(self, backend: Backend, channel: str) -> None:
+        """UNLISTEN."""
+        self._listening[channel].pop(backend.pid, None)
+
     def forget(self, backend: Backend) -> None:
         self.backends.pop(backend.pid, None)
         for pids in self._listening.values():

@@ -22,17 +22,22 @@ def read_last_batch(db: Database, tx: Transaction) -> list[Row]:
     return [{"max": db.batches[-1].batch}]
 
 
-@answers(lanes.READ_VERSION)
-def read_version(db: Database, tx: Transaction) -> list[Row]:
-    row = tx.get(db.cursor, 1)
-    assert row is not None
-    return [{"version": row["version"]}]
-
-
 @answers(lanes.READ_NEWS)
-def read_news(db: Database, tx: Transaction, after: int) -> list[Row]:
-    newer = db.batches[after + 1 : after + 1001]
-    return [{"batch": b.batch, "lanes": list(b.lanes)} for b in newer]
+def read_news(db: Database, tx: Transaction, after: int, limit: int) -> list[Row]:
+    newer = db.batches[after + 1 : after + 1 + limit]
+    last_seqs = {}
+    for lane_id in sorted({lane_id for b in newer for lane_id in b.lanes}):
+        row = tx.get(db.lane_counter, lane_id)
+        assert row is not None
+        last_seqs[lane_id] = row["last_seq"]
+    return [
+        {
+            "batch": newer[-1].batch if newer else None,
+            "batches": len(newer),
+            "lanes": list(last_seqs) or None,
+            "last_seqs": list(last_seqs.values()) or None,
+        }
+    ]
 
 
 @answers(lanes.READ_BLOCKED)

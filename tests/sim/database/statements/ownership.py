@@ -60,6 +60,13 @@ def read_history(db: Database, tx: Transaction) -> list[Row]:
 @answers(notify.WAKE_ALL)
 def wake_all(db: Database, tx: Transaction) -> str:
     tx.notify(SCHEMA, notify.RECONFIGURED)
+    tx.notify(SCHEMA + notify.OWNERS_SUFFIX, notify.RECONFIGURED)
+    return "SELECT 1"
+
+
+@answers(notify.WAKE_OWNERS)
+def wake_owners(db: Database, tx: Transaction, text: str) -> str:
+    tx.notify(SCHEMA + notify.OWNERS_SUFFIX, text)
     return "SELECT 1"
 
 
@@ -73,7 +80,7 @@ def register(db: Database, tx: Transaction, name: str, version: str, lease_s: fl
     new = db.serial(db.replica)
     row = {"id": new, "name": name, "pids": [], "renewals": 0, "lease_s": lease_s}
     tx.put(db.replica, new, {**row, "expires_at": db.wall() + lease_s})
-    return [{"id": new}]
+    return [{"id": new, "now": db.wall()}]
 
 
 @answers(replicas.SET_PIDS)
@@ -89,19 +96,14 @@ def set_pids(db: Database, tx: Transaction, me: int, pids: Sequence[int]) -> Ste
 def renew(db: Database, tx: Transaction, me: int) -> Steps:
     row = tx.get(db.replica, me)
     if row is None or row["expires_at"] <= db.wall():
-        return "UPDATE 0"
+        return []
     yield Wait(db.replica, me, UPDATE)
     row = tx.get(db.replica, me)
     if row is None or row["expires_at"] <= db.wall():
-        return "UPDATE 0"
+        return []
     expires_at = db.wall() + row["lease_s"]
     tx.change(db.replica, me, renewals=row["renewals"] + 1, expires_at=expires_at)
-    return "UPDATE 1"
-
-
-@answers(replicas.READ_PEERS)
-def read_peers(db: Database, tx: Transaction) -> list[Row]:
-    return [dict(row) for row in tx.rows(db.replica)]
+    return [{"now": db.wall()}]
 
 
 @answers_prefix("SET LOCAL lock_timeout = ")
@@ -189,15 +191,27 @@ def free_some(
     return (yield from _free(db, tx, me, mine, actor, why))
 
 
-@answers(replicas.READ_FREE)
-def read_free(db: Database, tx: Transaction) -> list[Row]:
+@answers(replicas.LOOK)
+def look(db: Database, tx: Transaction) -> list[Row]:
     free = []
     for row in tx.rows(db.ownership):
         e = tx.get(db.endpoint, row["endpoint_id"])
         assert e is not None
         if row["replica_id"] is None and e["state"] not in ("removed", "disabled"):
-            free.append({"endpoint_id": row["endpoint_id"]})
-    return free
+            free.append(row["endpoint_id"])
+    all_ = list(tx.rows(db.replica))
+    cursor = tx.get(db.cursor, 1)
+    assert cursor is not None
+    return [
+        {
+            "version": cursor["version"],
+            "ids": [r["id"] for r in all_] or None,
+            "renewals": [r["renewals"] for r in all_] or None,
+            "leases_s": [r["lease_s"] for r in all_] or None,
+            "cursor_pids": [r["pids"][0] if r["pids"] else None for r in all_] or None,
+            "free": free,
+        }
+    ]
 
 
 @answers(replicas.CLAIM)

@@ -225,6 +225,7 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         version,
         awake,
         wanted,
+        tell,
     ) = arguments
     # The statement's snapshot; the row is looked at again once it is locked.
     row = tx.get(db.cursor, 1)
@@ -272,8 +273,8 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
     tx.notes.append(("batch", (told, given)))
     if awake:
         db.wakeup = AWAKE
-    if given and others:
-        tx.notify(OWNERS, "")
+    if given and others and tell is not None:
+        tx.notify(OWNERS, tell)
     back = sorted(each for each in given if each[0] in set(wanted))
     rows = [{"batch": batch, **event_row(db, lane_id, g)} for lane_id, g in back]
     return rows or [{"lane_id": None}]

@@ -1,0 +1,279 @@
+"""End to end, with real processes: relays that are killed, frozen, stopped and started."""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.ownership import preferred
+from tests.support.process import outbox as command
+from tests.support.process import relay_process
+from tests.support.relay import add_endpoint, all_ended, exceptions, publish
+from tests.support.waiting import until
+from tests.support.wire import Wire
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+    from tests.support.process import RelayProcess
+
+pytestmark = pytest.mark.one_major
+
+LEASE_S = 1.0
+LONG_LEASE_S = 60.0
+
+
+class Relays:
+    """Relays beside one database, and a receiver that tells them apart."""
+
+    def __init__(self, database: Database, tmp_path: Path, wire: Wire) -> None:
+        self.database = database
+        self.wire = wire
+        self._tmp_path = tmp_path
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Relays:
+        await self._stack.__aenter__()
+        self.url = await self._stack.enter_async_context(self.wire.serve())
+        self.db: Connection[Any] = await self._stack.enter_async_context(
+            self.database.connection(server_settings={"search_path": "relay"})
+        )
+        return self
+
+    async def __aexit__(self, *about: Any) -> bool | None:
+        return await self._stack.__aexit__(*about)
+
+    async def start(self, name: str, lease_s: float = LEASE_S) -> RelayProcess:
+        env = {"OUTBOX_DSN": self.database.dsn, "OUTBOX_LEASE_S": f"{lease_s:g}"}
+        relay = await self._stack.enter_async_context(
+            relay_process(env, self._tmp_path / f"{name}.log")
+        )
+        self.wire.pids.add(pid_of(relay))
+        await until(lambda: self.replica(relay), 30, f"{name} to register")
+        return relay
+
+    async def replica(self, relay: RelayProcess) -> int | None:
+        """The newest replica that the process is, or was and nobody has buried."""
+        found: int | None = await self.db.fetchval(
+            "SELECT max(id) FROM replica WHERE name LIKE '%:' || $1", str(pid_of(relay))
+        )
+        return found
+
+    async def owners(self) -> dict[UUID, int | None]:
+        rows = await self.db.fetch("SELECT endpoint_id, replica_id FROM ownership")
+        return {r["endpoint_id"]: r["replica_id"] for r in rows}
+
+    async def settled(self) -> bool:
+        """Every replica owns what it should."""
+        ids = [r["id"] for r in await self.db.fetch("SELECT id FROM replica")]
+        return all(owner == preferred(e, ids) for e, owner in (await self.owners()).items())
+
+    async def claims(self, after: int = 0) -> list[Any]:
+        """The changes of hands in the journal, by number, oldest first."""
+        return await self.db.fetch(
+            "SELECT id, at, kind, actor, endpoint_id, data::text FROM journal"
+            " WHERE kind IN ('endpoint_claimed', 'endpoint_freed') AND id > $1 ORDER BY id",
+            after,
+        )
+
+
+def pid_of(relay: RelayProcess) -> int:
+    assert relay.process is not None
+    return relay.process.pid
+
+
+@pytest.fixture
+async def relays(database: Database, tmp_path: Path) -> Any:
+    async with Relays(database, tmp_path, Wire(lambda _: False)) as relays:
+        yield relays
+
+
+async def add_endpoints(relays: Relays, number: int) -> None:
+    for n in range(number):
+        await add_endpoint(relays.database, f"e{n}", url=relays.url, types=["a.b"])
+
+
+# ------------------------------------------------------------------- ends
+
+
+async def test_what_a_killed_relay_owned_is_delivered_by_another(relays: Relays) -> None:
+    await add_endpoints(relays, 12)
+    first, second = await relays.start("first"), await relays.start("second")
+    await until(relays.settled, 20, "the endpoints to be shared out")
+    owned = {e for e, owner in (await relays.owners()).items() if owner is not None}
+    lost = await relays.replica(first)
+    lost_endpoints = {e for e, owner in (await relays.owners()).items() if owner == lost}
+    assert lost_endpoints
+    assert lost_endpoints < owned
+    before = (await relays.claims())[-1]["id"]
+    await first.end(signal.SIGKILL)
+    await publish(relays.database, "after the kill")
+    await all_ended(relays.database, timeout_s=30)
+    assert {each.pid for each in relays.wire.arrived} == {pid_of(second)}
+    heir = f"replica {await relays.replica(second)}"
+    moved = await relays.claims(after=before)
+    assert {(r["endpoint_id"], r["kind"], r["actor"]) for r in moved} == {
+        (e, kind, heir) for e in lost_endpoints for kind in ("endpoint_freed", "endpoint_claimed")
+    }
+    assert all("lease ran out" in r["data"] for r in moved if r["kind"] == "endpoint_freed")
+    assert await exceptions(relays.database) == {}
+
+
+async def test_a_newcomer_gets_its_share_and_a_clean_stop_hands_over_at_once(
+    relays: Relays,
+) -> None:
+    """With a lease of a minute, of which nobody waits for a fifth."""
+    await add_endpoints(relays, 12)
+    first = await relays.start("first", LONG_LEASE_S)
+    await until(relays.settled, 20, "the endpoints to be claimed")
+    second = await relays.start("second", LONG_LEASE_S)
+    await until(relays.settled, LONG_LEASE_S / 10, "the endpoints to be shared out")
+    assert await first.end() == 0
+    await publish(relays.database, "after the stop")
+    await all_ended(relays.database, timeout_s=LONG_LEASE_S / 10)
+    assert {each.pid for each in relays.wire.arrived} == {pid_of(second)}
+    freed = [r for r in await relays.claims() if r["kind"] == "endpoint_freed"]
+    assert any("clean stop" in r["data"] for r in freed)
+    assert await exceptions(relays.database) == {}
+
+
+# ------------------------------------------------------------------- a zombie
+
+
+async def test_a_zombie_writes_nothing_closes_what_is_in_flight_and_sends_nothing_more(
+    relays: Relays,
+) -> None:
+    await add_endpoints(relays, 24)
+    wire = relays.wire
+    frozen = await relays.start("frozen")
+    zombie = pid_of(frozen)
+    wire.holds = lambda arrived: arrived.pid == zombie
+    was = await relays.replica(frozen)
+    await publish(relays.database, "one", "two", "three")
+    await until(lambda: len(wire.arrived) == 24, 20, "a request in every lane")
+
+    assert frozen.process is not None
+    frozen.process.send_signal(signal.SIGSTOP)
+    for arrived in wire.arrived[:12]:
+        arrived.answer()
+    heir = await relays.start("heir")
+    await all_ended(relays.database, timeout_s=30)
+    assert len(wire.of(pid_of(heir))) == 24 * 3
+    written = "SELECT count(*) FROM attempt WHERE replica_id = $1"
+    assert await relays.db.fetchval(written, was) == 0
+
+    frozen.process.send_signal(signal.SIGCONT)
+    await until(lambda: relays.replica(frozen), 20, "it to register anew")
+    now = await relays.replica(frozen)
+    assert now is not None
+    assert was is not None
+    assert now > was
+    # Half of its requests had their answers waiting, the others were open.
+    await until(lambda: all(a.closed for a in wire.arrived[12:24]), 10, "it to close them")
+    wire.holds = lambda _: False
+    await until(relays.settled, 20, "it to get endpoints again")
+    await publish(relays.database, "four")
+    await all_ended(relays.database, timeout_s=20)
+
+    born_at = await relays.db.fetchval(
+        "SELECT extract(epoch FROM started_at)::float8 FROM replica WHERE id = $1", now
+    )
+    sent = wire.of(zombie)
+    assert [a for a in sent[24:] if a.at < born_at] == [], "it sent without a lease"
+    assert {a.seq for a in sent[24:]} == {4}, "it sent what others had delivered"
+    assert sent[24:], "it got nothing to do any more"
+    assert await relays.db.fetchval(written, was) == 0
+    copies: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for arrived in wire.arrived:
+        copies[arrived.lane, arrived.seq].add(arrived.delivery)
+    assert len(copies) == 24 * 4
+    assert all(len(each) == 1 for each in copies.values()), "a copy with another X-Delivery"
+    assert await exceptions(relays.database) == {}
+
+
+async def test_a_leader_that_is_frozen_delays_events_by_a_tick_and_wakes_to_stand_by(
+    relays: Relays,
+) -> None:
+    """Its lease of a minute goes on: nothing but its silence tells that it is stuck."""
+    await add_endpoints(relays, 12)
+    first = await relays.start("first", LONG_LEASE_S)
+    leader = "SELECT writer FROM cursor"
+    leads = await relays.replica(first)
+    await until(lambda: _is(relays, leader, leads), 20, "it to lead")
+    second = await relays.start("second", LONG_LEASE_S)
+    await until(relays.settled, LONG_LEASE_S / 6, "the endpoints to be shared out")
+    assert first.process is not None
+    first.process.send_signal(signal.SIGSTOP)
+    try:
+        await publish(relays.database, "while it is frozen")
+        of_second = [
+            e
+            for e, owner in (await relays.owners()).items()
+            if owner == await relays.replica(second)
+        ]
+        assert of_second
+        # Two looks, half a tick apart; bounded by a sixth of the lease.
+        await until(
+            lambda: len(relays.wire.of(pid_of(second))) == len(of_second),
+            LONG_LEASE_S / 6,
+            "the other's endpoints to be delivered to",
+        )
+        assert await relays.db.fetchval(leader) == await relays.replica(second)
+    finally:
+        first.process.send_signal(signal.SIGCONT)
+    # Its own endpoints were its own all the while.
+    await all_ended(relays.database, timeout_s=20)
+    assert await relays.replica(first) == leads
+    await publish(relays.database, "afterwards")
+    await all_ended(relays.database, timeout_s=20)
+    assert await relays.db.fetchval(leader) == await relays.replica(second)
+    assert await exceptions(relays.database) == {}
+
+
+async def _is(relays: Relays, sql: str, value: object) -> bool:
+    return bool(await relays.db.fetchval(sql) == value)
+
+
+# ------------------------------------------------------------ who owns what
+
+
+async def test_joining_and_leaving_move_only_what_they_must(relays: Relays) -> None:
+    await add_endpoints(relays, 100)
+    members = [await relays.start("first"), await relays.start("second")]
+    await until(relays.settled, 30, "the endpoints to be shared out")
+    two = await relays.owners()
+    started_at = (await relays.claims())[-1]["id"]
+
+    joiner = await relays.start("joiner")
+    await until(relays.settled, 30, "the endpoints to be shared out anew")
+    three, new = await relays.owners(), await relays.replica(joiner)
+    won = {e for e, owner in three.items() if owner == new}
+    assert won
+    assert {e for e in two if two[e] != three[e]} == won
+    # Nothing went to and fro on the way there, either.
+    moved = await relays.claims(after=started_at)
+    assert sorted(r["endpoint_id"] for r in moved if r["kind"] == "endpoint_freed") == sorted(won)
+    joined_at = moved[-1]["id"]
+
+    leaver = members[0]
+    old = await relays.replica(leaver)
+    assert await leaver.end() == 0
+    await until(relays.settled, 30, "the leaver's endpoints to be claimed")
+    freed = [r for r in await relays.claims(after=joined_at) if r["kind"] == "endpoint_freed"]
+    left = {e for e, owner in three.items() if owner == old}
+    assert {r["endpoint_id"] for r in freed} == left
+    told = await command("status", "--json", env={"OUTBOX_DSN": relays.database.dsn})
+    assert told.code == 0, told.stderr
+    replicas = told.json["replicas"]
+    assert [r["endpoints"] for r in replicas] == [
+        sum(owner == r["id"] for owner in (await relays.owners()).values()) for r in replicas
+    ]
+    assert await exceptions(relays.database) == {}

@@ -1,0 +1,265 @@
+"""Clocks that jump, and machines that sleep: the lease, and everything that waits for a time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outbox.core.ownership import Lease
+from outbox.relay.clock import steady
+from outbox.relay.ownership import keep_lease
+from outbox.store.records import Fenced
+from outbox.store.replicas import ReplicaStore
+from tests.support.relay import (
+    BUSY,
+    OK,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    relay,
+    running,
+)
+from tests.support.virtual_time import run_virtual
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.core.answer import Answer
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+LEASE_S = 5.0
+HOUR_S = 3600.0
+LONG_RETRY = {"base_s": 3 * HOUR_S, "cap_s": 3 * HOUR_S, "jitter": "none"}
+
+
+# ------------------------------------------------------------- a sleeping machine
+
+
+class Renewals:
+    """A database that renews after so many seconds, or never."""
+
+    def __init__(self, took_s: float = 0.01) -> None:
+        self.took_s = took_s
+        self.begun = 0
+
+    async def renew(self, _: int) -> float:
+        self.begun += 1
+        await asyncio.sleep(self.took_s)
+        return 0.0
+
+
+class Sleepy:
+    """A steady clock that goes on while the loop's stands still."""
+
+    def __init__(self) -> None:
+        self.slept_s = 0.0
+
+    def __call__(self) -> float:
+        return asyncio.get_running_loop().time() + self.slept_s
+
+
+async def _lapses_after(
+    store: Renewals, clock: Sleepy, sleep_at: float, slept_s: float = HOUR_S
+) -> float:
+    """Let the machine sleep; the seconds of the loop until the lease is given up."""
+    lease = Lease(LEASE_S)
+    lease.renewed(clock())
+    task = asyncio.create_task(keep_lease(store, 1, lease, clock, lambda *_: None))
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(sleep_at)
+    clock.slept_s += slept_s
+    woke_at = loop.time()
+    with pytest.raises(Fenced):
+        async with asyncio.timeout(10 * LEASE_S):
+            await task
+    return loop.time() - woke_at
+
+
+def test_a_machine_that_slept_through_its_lease_gives_it_up_when_it_wakes() -> None:
+    async def main() -> None:
+        store = Renewals()
+        took_s = await _lapses_after(store, Sleepy(), 12.3)
+        # Its timers know nothing of the hour.
+        assert took_s <= Lease(LEASE_S).renew_every_s
+        assert store.begun == 12, "a lease that has run out must not be renewed"
+
+    run_virtual(main())
+
+
+def test_a_machine_that_sleeps_while_it_renews_does_not_wait_for_the_answer() -> None:
+    async def main() -> None:
+        store = Renewals(took_s=HOUR_S)
+        assert await _lapses_after(store, Sleepy(), 1.5) <= Lease(LEASE_S).renew_every_s
+
+    run_virtual(main())
+
+
+def test_a_nap_that_is_shorter_than_the_lease_changes_nothing() -> None:
+    async def main() -> None:
+        store, clock = Renewals(), Sleepy()
+        lease = Lease(LEASE_S)
+        lease.renewed(clock())
+        task = asyncio.create_task(keep_lease(store, 1, lease, clock, lambda *_: None))
+        for _ in range(10):
+            await asyncio.sleep(2)
+            clock.slept_s += LEASE_S / 2
+        assert not task.done()
+        task.cancel()
+
+    run_virtual(main())
+
+
+async def test_nothing_is_sent_between_waking_up_and_a_lease_of_its_own(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database, lanes=32)
+    answers: asyncio.Event | None = asyncio.Event()
+    slept_s = 0.0
+    sent_before_registering: list[int] = []
+
+    async def answer(_: Sent) -> Answer:
+        if answers is not None:
+            await answers.wait()
+        return OK
+
+    network = Network(answer)
+    register = ReplicaStore.register
+
+    async def registering(self: ReplicaStore, *given: object) -> tuple[int, float]:
+        sent_before_registering.append(len(network.sent))
+        return await register(self, *given)
+
+    monkeypatch.setattr(ReplicaStore, "register", registering)
+    worker = relay(database, network, lease_s=60.0)
+    worker._clock = lambda: steady() + slept_s
+    task = asyncio.create_task(worker.run())
+    for n in range(40):
+        await publish(database, n, key=f"k{n % 10}")
+    lanes = int(await fetchval(database, "SELECT count(DISTINCT lane_id) FROM delivery"))
+    await until(lambda: len(network.sent) == lanes, 10, "a request in every lane")
+    held, answers = answers, None
+    assert held is not None
+    # The machine sleeps, and every answer is there when it wakes.
+    slept_s = HOUR_S
+    held.set()
+    await until(lambda: len(sent_before_registering) == 2, 10, "a new replica")
+    assert sent_before_registering == [0, lanes]
+    assert await fetchval(database, "SELECT count(*) FROM attempt WHERE replica_id = 1") == 0
+    await all_ended(database)
+    worker.stop()
+    await task
+    assert await exceptions(database) == {}
+
+
+# --------------------------------------------------------------- clocks that are set
+
+
+@pytest.fixture
+def database_says(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Sets the database's clock, as far as relays hear of it, by so many seconds."""
+    ahead_s = 0.0
+    renew = ReplicaStore.renew
+
+    async def told(self: ReplicaStore, replica_id: int) -> float | None:
+        said = await renew(self, replica_id)
+        return said and said + ahead_s
+
+    def be_ahead(by_s: float) -> None:
+        nonlocal ahead_s
+        ahead_s = by_s
+
+    monkeypatch.setattr(ReplicaStore, "renew", told)
+    return be_ahead
+
+
+async def test_who_waits_for_a_retry_waits_no_longer_when_the_clock_goes_back(
+    database: Database, database_says: Callable[[float], None]
+) -> None:
+    retry = {"base_s": 2.0, "factor": 1.0, "cap_s": 2.0, "jitter": "none"}
+    await add_endpoint(database, retry=retry)
+    network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
+    async with running(database, network):
+        await publish(database, "late")
+        await until(lambda: _waits(database), 10, "a retry to be due")
+        database_says(-5 * HOUR_S)
+        await until(lambda: network.data() == ["late"], 15, "the retry")
+    assert await exceptions(database) == {}
+
+
+async def test_a_retry_that_is_due_by_a_clock_that_went_on_does_not_wait_for_its_timer(
+    database: Database, database_says: Callable[[float], None]
+) -> None:
+    await add_endpoint(database, retry=LONG_RETRY)
+    network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
+    async with running(database, network):
+        await publish(database, "late")
+        await until(lambda: _waits(database), 10, "a retry to be due")
+        database_says(4 * HOUR_S)
+        await until(lambda: network.data() == ["late"], 15, "the retry")
+
+
+async def test_a_probe_is_not_put_off_by_a_clock_that_goes_back(
+    database: Database, database_says: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 1.0)
+    await add_endpoint(database, lanes=8, retry=LONG_RETRY)
+    back = False
+    network = Network(lambda _: OK if back else BUSY)
+    async with running(database, network):
+        for n in range(12):
+            await publish(database, n, key=f"k{n}")
+        failing = "SELECT state = 'failing' FROM endpoint_health"
+        await until(lambda: fetchval(database, failing), 10, "the breaker to open")
+        database_says(-5 * HOUR_S)
+        back = True
+        await all_ended(database)
+
+
+async def test_what_an_owner_with_another_clock_wrote_is_due_in_time(database: Database) -> None:
+    """As after a fail-over to a server whose clock is hours behind."""
+    await add_endpoint(database, retry=LONG_RETRY)
+    network = Network(lambda sent: BUSY if sent.attempt == 1 else OK)
+    async with running(database, network):
+        await publish(database, "late")
+        await until(lambda: _waits(database), 10, "a retry to be due")
+    await fetchval(
+        database,
+        """
+        WITH ahead AS (
+            UPDATE lane_progress SET next_attempt_at = next_attempt_at + interval '5 hours')
+        UPDATE endpoint SET retry = retry || '{"base_s": 0.1, "cap_s": 0.1}'
+        """,
+    )
+    async with running(database, network):
+        await until(lambda: network.data() == ["late"], 10, "the retry")
+
+
+async def test_the_machines_own_clock_means_nothing(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relay whose machine thinks that it is 2009 signs what receivers accept."""
+    monkeypatch.setattr("time.time", lambda: 1_234_567_890.0)
+    await add_endpoint(database)
+    network = Network()
+    async with running(database, network):
+        for data, over_at in (("now", "now() + interval '1 day'"), ("over", "now()")):
+            expires_at = await fetchval(database, f"SELECT {over_at}")
+            await publish(database, data, expires_at=expires_at)
+        await all_ended(database)
+    (sent,) = network.accepted
+    now = await fetchval(database, "SELECT extract(epoch FROM now())::float8")
+    assert abs(int(sent.headers["webhook-timestamp"]) - now) < 60
+    assert await fetchval(database, "SELECT reason FROM dead_letter") == "expired"
+
+
+async def _waits(database: Database) -> bool:
+    return bool(
+        await fetchval(database, "SELECT next_attempt_at IS NOT NULL FROM lane_progress LIMIT 1")
+    )
