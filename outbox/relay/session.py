@@ -81,6 +81,8 @@ class Session:
         self._name = name
         self._version = version
         self.replica_id = predecessor
+        # Set when a connection was closed, whoever did it.
+        self._closed = asyncio.Event()
         self._listening = settings.notify and not settings.pooled
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -108,9 +110,19 @@ class Session:
                 if (was := self.replica_id) is not None:
                     actor = f"replica {was}"
                     await replicas.bury(was, actor, settings.lease_s, called=self._name)
+                me = self.replica_id = await replicas.reserve()
+            own_name = application_name(me)
+            connections = [await self._connect(stack, own_name) for _ in range(6)]
+            for_cursor, for_renewal, for_reader, for_records, for_care, for_upkeep = connections
+            # A proxy's backends are everybody's.  Otherwise all of them: whoever hangs
+            # may still hold a lock, such as the maintainer's.
+            pids = [] if settings.pooled else [c.get_server_pid() for c in connections]
+            with answering(control, settings.lease_s, "register a replica"):
+                # When everything is there that it takes to renew the lease in time.
                 started_at = clock()
-                me, said = await replicas.register(self._name, self._version, settings.lease_s)
-            self.replica_id = me
+                said = await replicas.register(
+                    me, self._name, self._version, settings.lease_s, pids
+                )
             lease.renewed(started_at)
             time = DatabaseClock(said, started_at, clock())
 
@@ -123,13 +135,6 @@ class Session:
                     log.warning("the database's clock jumped", by_s=round(moved_s, 3))
                     dispatcher.clock_jumped()
 
-            own_name = application_name(me)
-            connections = [await self._connect(stack, own_name) for _ in range(6)]
-            for_cursor, for_renewal, for_reader, for_records, for_care, for_upkeep = connections
-            if not settings.pooled:  # A proxy's are everybody's.
-                # Whoever hangs may still hold a lock, such as the maintainer's.
-                with answering(control, settings.lease_s, "register its connections"):
-                    await replicas.set_pids(me, [c.get_server_pid() for c in connections])
             log.info("replica registered", replica=me, lease_s=settings.lease_s)
 
             events, health = Bell(), Bell()
@@ -204,6 +209,7 @@ class Session:
                 cut = tasks.create_task(_cut_at_the_end(control, *connections))
                 delivering = tasks.create_task(dispatcher.run())
                 background = [
+                    tasks.create_task(self._notice_an_end()),
                     tasks.create_task(watchdog.run()),
                     tasks.create_task(
                         keep_lease(ReplicaStore(for_renewal, here), me, lease, clock, hear_time)
@@ -245,7 +251,17 @@ class Session:
         connection = await self._connections.worker(name)
         # Not closed politely: after a failure that could wait for ever.
         stack.callback(connection.terminate)
+        connection.add_termination_listener(lambda _: self._closed.set())
         return connection
+
+    async def _notice_an_end(self) -> None:
+        """End the session when one of its connections has ended.
+
+        Who does not use it just now would notice with its next statement: when
+        something was delivered, and cannot be recorded any more.
+        """
+        await self._closed.wait()
+        raise ConnectionResetError("a connection to the database was closed")
 
 
 async def _cut_at_the_end(*connections: Worker) -> None:

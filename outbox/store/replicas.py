@@ -37,16 +37,16 @@ WITH fence AS MATERIALIZED (
     SELECT 1 FROM replica WHERE {OWN_ROW.format(timeline)} FOR KEY SHARE)"""  # noqa: S608
 
 
-# With the database's time, by which a relay goes.
-REGISTER = """
-INSERT INTO replica (name, version, pids, lease_s, expires_at)
-VALUES ($1, $2, '{}', $3, clock_timestamp() + make_interval(secs => $3))
-RETURNING id, extract(epoch FROM clock_timestamp())::float8 AS now
-"""
+# Before it is registered, because its sessions are called by it.
+RESERVE = "SELECT nextval(pg_get_serial_sequence('replica', 'id'))"
 
-# Whoever buries this replica may end its backends; they name themselves here, the one
-# that sequences first.
-SET_PIDS = "UPDATE replica SET pids = $2 WHERE id = $1"
+# With the database's time, by which a relay goes.  Whoever buries a replica may end
+# its backends: `pids`, the one that sequences first.
+REGISTER = """
+INSERT INTO replica (id, name, version, pids, lease_s, expires_at) OVERRIDING SYSTEM VALUE
+VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $5))
+RETURNING extract(epoch FROM clock_timestamp())::float8 AS now
+"""
 
 # A lapsed lease is not renewed: the replica has to register anew.
 RENEW = f"""
@@ -192,18 +192,25 @@ class ReplicaStore:
         self._db = connection
         self._timeline = timeline
 
-    async def register(self, name: str, version: str, lease_s: float) -> tuple[int, float]:
-        """A new replica; its lease begins now.
+    async def reserve(self) -> int:
+        """An id for a replica that is not registered yet."""
+        replica_id: int = await self._db.fetchval(RESERVE)
+        return replica_id
+
+    async def register(
+        self, replica_id: int, name: str, version: str, lease_s: float, pids: Sequence[int] = ()
+    ) -> float:
+        """A new replica under an id that was reserved for it; its lease begins now.
+
+        Args:
+            pids: the backends that write in its name.
 
         Returns:
-            Its id, and the database's time in epoch seconds.
+            The database's time in epoch seconds.
         """
-        row = await self._db.fetchrow(REGISTER, name, version, lease_s)
-        return row["id"], row["now"]
-
-    async def set_pids(self, replica_id: int, pids: Sequence[int]) -> None:
-        """The backends that write in this replica's name."""
-        await self._db.execute(SET_PIDS, replica_id, pids)
+        row = (replica_id, name, version, pids, lease_s)
+        now: float = await self._db.fetchval(REGISTER, *row)
+        return now
 
     async def renew(self, replica_id: int) -> float | None:
         """Let the lease run anew, if it still ran.

@@ -32,6 +32,7 @@ from tests.support.relay import (
     exceptions,
     fetchval,
     publish,
+    register,
     running,
 )
 from tests.support.tcp import free_port
@@ -134,8 +135,8 @@ def test_an_endpoint_shows_whose_hands_it_went_through(here: Command, database: 
         async with database.connection(server_settings={"search_path": "relay"}) as connection:
             store = ReplicaStore(connection)
             (endpoint_id,) = (await store.look()).free
-            first, _ = await store.register("one:1", "0", 60.0)
-            other, _ = await store.register("other:2", "0", 60.0)
+            first = await register(store, name="one:1")
+            other = await register(store, name="other:2")
             await store.claim(first, [endpoint_id], f"replica {first}")
             assert await store.bury(first, f"replica {other}", 1.0)
             await store.claim(other, [endpoint_id], f"replica {other}")

@@ -11,13 +11,15 @@ from outbox.core.steps import AttemptRow, DeadRange, Progress, Record
 from outbox.store.endpoint_changes import LOCK_EPOCH
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore, application_name
-from tests.support.relay import Network, add_endpoint, fetchval, running
+from tests.support.relay import Network, add_endpoint, fetchval, register, running
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from outbox.core.ownership import Peer
+    import asyncpg
+
+    from outbox.store.replicas import Look
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -33,11 +35,16 @@ class Replica:
     async def start(self, lease_s: float = 60) -> Replica:
         connection = await self.database.connect(**SESSION)
         self.replicas = ReplicaStore(connection)
-        self.id, _ = await self.replicas.register("test", "0", lease_s)
+        self.id = await register(self.replicas, lease_s)
         self.connection = await self.database.connect(**SESSION)
         self.records = RecordStore(self.connection, self.id)
         self.epochs: dict[UUID, int] = {}
         return self
+
+    async def own(self, connection: asyncpg.Connection) -> None:
+        """Say that this is one of its own."""
+        pids = [connection.get_server_pid()]
+        await self.connection.execute("UPDATE replica SET pids = $2 WHERE id = $1", self.id, pids)
 
     async def claim(self, endpoint_id: UUID) -> int:
         self.epochs = await self.replicas.claim(self.id, [endpoint_id], "test")
@@ -115,7 +122,7 @@ async def test_a_replica_that_renewed_since_it_was_judged_is_not_buried(
     endpoint_id, lane = await _endpoint(database)
     old, new = await Replica(database).start(), await Replica(database).start()
     epoch = await old.claim(endpoint_id)
-    await old.replicas.set_pids(old.id, [old.connection.get_server_pid()])
+    await old.own(old.connection)
     await old.connection.execute(f"SET application_name = '{application_name(old.id)}'")
     assert await old.replicas.renew(old.id)
     assert not await new.replicas.bury(old.id, "test", 1.0, renewals=0)
@@ -136,21 +143,21 @@ async def test_an_answer_that_comes_late_buries_nobody(
 ) -> None:
     """It tells of a counter that stood still for a moment, and is heard a lease later."""
     connection = await database.connect(**SESSION)
-    other_id = await ReplicaStore(connection).register("other", "0", OTHER_LEASE_S)
+    other_id = await register(ReplicaStore(connection), OTHER_LEASE_S)
     clock = asyncio.get_running_loop().time
     looks: list[set[int]] = []
-    read_peers = ReplicaStore.peers
+    original = ReplicaStore.look
 
-    async def late(self: ReplicaStore) -> list[Peer]:
-        peers = await read_peers(self)
-        looks.append({peer.id for peer in peers})
+    async def late(self: ReplicaStore) -> Look:
+        seen = await original(self)
+        looks.append({peer.id for peer in seen.peers})
         if len(looks) == 2:
             await connection.execute(RENEW_OTHER, other_id)
             heard_at = clock() + 2 * OTHER_LEASE_S
             await until(lambda: clock() > heard_at, what="a lease to pass")
-        return peers
+        return seen
 
-    monkeypatch.setattr(ReplicaStore, "peers", late)
+    monkeypatch.setattr(ReplicaStore, "look", late)
     async with running(database, Network(), lease_s=30.0 * OTHER_LEASE_S):
         await until(lambda: len(looks) > 2, 20, "another look")
     assert other_id in looks[2]
@@ -214,7 +221,7 @@ async def test_a_frozen_session_that_holds_the_fence_is_ended(database: Database
     frozen = await database.connect(
         server_settings={"search_path": "relay", "application_name": name}
     )
-    await old.replicas.set_pids(old.id, [frozen.get_server_pid()])
+    await old.own(frozen)
     epoch = await old.claim(endpoint_id)
     transaction = frozen.transaction()
     await transaction.start()

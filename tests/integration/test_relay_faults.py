@@ -32,6 +32,7 @@ from tests.support.relay import (
     fetchval,
     killed_at_the_end,
     publish,
+    register,
     running,
 )
 from tests.support.tcp import listening
@@ -350,7 +351,7 @@ class Replica:
 
     async def start(self, endpoint_id: UUID) -> Replica:
         replicas = ReplicaStore(await self.database.connect(**SESSION))
-        self.id, _ = await replicas.register("test", "0", 60)
+        self.id = await register(replicas)
         self.epochs = await replicas.claim(self.id, [endpoint_id], "test")
         (self.epoch,) = self.epochs.values()
         self.connection = await self.database.connect(**SESSION)
@@ -433,7 +434,7 @@ async def test_news_for_a_dispatcher_that_is_ending_is_no_error(database: Databa
     for n in range(8):
         await publish(database, n, key=f"k{n}")
     replicas = ReplicaStore(await database.connect(**SESSION))
-    me, _ = await replicas.register("test", "0", 60)
+    me = await register(replicas)
     epochs = await replicas.claim(me, [endpoint.id], "test")
     async with killed_at_the_end(database, Network(), notify=False):
         await until(lambda: _is(database, "SELECT sum(last_seq)::int FROM lane_counter", 8))

@@ -24,6 +24,7 @@ from tests.support.relay import (
     exceptions,
     fetchval,
     publish,
+    register,
     running,
 )
 from tests.support.sequencers import settings
@@ -77,7 +78,7 @@ class Leader:
         self.db: Connection[Any] = await self.database.connect(**SESSION)
         here = await timeline.read(self.db)
         self.replicas = ReplicaStore(self.db, here)
-        self.id = await self.replicas.register("test", "0", 60)
+        self.id = await register(self.replicas)
         self.timeline = here
         self.store = CursorStore(self.db, here)
         await self.store.check()

@@ -112,8 +112,9 @@ class Script:
         return Cursor(store, replica_id, settings, on_batch, lambda *_: False)
 
     async def _register(self) -> int:
-        registered: Any = await self._replicas.register("a replica", "0", LEASE_S)
-        return int(registered[0] if isinstance(registered, tuple) else registered)
+        new = await self._replicas.reserve()
+        await self._replicas.register(new, "a replica", "0", LEASE_S)
+        return new
 
     # ----------------------------------------------------------- the sequencer
 
@@ -185,7 +186,7 @@ class Script:
             return None
         chosen = rng.choice(loaded)
         p = chosen.progress
-        machine = Lane(chosen.id, p, chosen.tail, chosen.last_seq, 0)
+        machine = Lane(chosen.id, p, chosen.tail, chosen.last_seq, 0, blocked=chosen.blocked)
         fetch = machine.fetch()
         if fetch is not None:
             rows = await self._lanes.deliveries(

@@ -21,7 +21,15 @@ from outbox.store import (
 )
 from outbox.store.changes import change
 from outbox.store.replicas import ReplicaStore
-from tests.support.relay import Network, add_endpoint, all_ended, exceptions, publish, running
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    register,
+    running,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -175,7 +183,7 @@ async def test_a_change_of_hands_waits_for_a_change_of_lanes(
 ) -> None:
     made = await add_endpoint(database)
     store = ReplicaStore(await database.connect(**PATH))
-    replica_id, _ = await store.register("r", "1", 30.0)
+    replica_id = await register(store)
     changing = await database.connect(**PATH)
     async with change(changing, "relay") as from_batch:
         found = await endpoint_changes.lock(changing, "shop")

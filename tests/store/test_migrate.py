@@ -17,6 +17,7 @@ from outbox.store.connect import connect
 from outbox.store.dsn import parse
 from outbox.store.migrate import Migration, migrate, migrations, require_current, sql, status
 from outbox.store.replicas import ReplicaStore
+from tests.support.relay import register
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
@@ -240,10 +241,10 @@ async def test_a_file_that_older_programs_do_not_work_with_ends_their_leases(
 ) -> None:
     connection = await opened(database)
     replicas = ReplicaStore(connection)
-    me = await replicas.register("old", "0", 60)
+    me = await register(replicas)
     _with_third(monkeypatch, line + "SELECT 1;")
     await migrate(connection, "relay")
-    assert await replicas.renew(me) == bool(line)
+    assert bool(await replicas.renew(me)) == bool(line)
 
 
 @pytest.mark.one_major

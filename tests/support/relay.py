@@ -20,9 +20,10 @@ from outbox.store.audit import audit
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from outbox.store.endpoint_changes import NewEndpoint
+    from outbox.store.replicas import ReplicaStore
     from outbox.transport.port import Request, Transport
     from tests.support.postgres import Database
 
@@ -132,6 +133,15 @@ def relay(database: Database, transport: Transport, **settings: Any) -> Relay:
     values = settings_for(database, **settings)
     address = dsn.parse(values.dsn.get_secret_value(), source="test", env={})
     return Relay(values, transport, Connections(address, values))
+
+
+async def register(
+    store: ReplicaStore, lease_s: float = 60.0, *, name: str = "test", pids: Sequence[int] = ()
+) -> int:
+    """A replica without a relay."""
+    replica_id = await store.reserve()
+    await store.register(replica_id, name, "0", lease_s, pids)
+    return replica_id
 
 
 @asynccontextmanager

@@ -75,21 +75,24 @@ def heartbeat(db: Database, tx: Transaction) -> list[Row]:
     return [{"one": 1}]
 
 
+@answers(replicas.RESERVE)
+def reserve(db: Database, tx: Transaction) -> list[Row]:
+    return [{"nextval": db.serial(db.replica)}]
+
+
 @answers(replicas.REGISTER)
-def register(db: Database, tx: Transaction, name: str, version: str, lease_s: float) -> list[Row]:
-    new = db.serial(db.replica)
-    row = {"id": new, "name": name, "pids": [], "renewals": 0, "lease_s": lease_s}
+def register(
+    db: Database,
+    tx: Transaction,
+    new: int,
+    name: str,
+    version: str,
+    pids: Sequence[int],
+    lease_s: float,
+) -> list[Row]:
+    row = {"id": new, "name": name, "pids": list(pids), "renewals": 0, "lease_s": lease_s}
     tx.put(db.replica, new, {**row, "expires_at": db.wall() + lease_s})
-    return [{"id": new, "now": db.wall()}]
-
-
-@answers(replicas.SET_PIDS)
-def set_pids(db: Database, tx: Transaction, me: int, pids: Sequence[int]) -> Steps:
-    yield Wait(db.replica, me, UPDATE)
-    if tx.get(db.replica, me) is None:
-        return "UPDATE 0"
-    tx.change(db.replica, me, pids=list(pids))
-    return "UPDATE 1"
+    return [{"now": db.wall()}]
 
 
 @answers(replicas.RENEW)
