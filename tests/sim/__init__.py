@@ -8,6 +8,7 @@
     faults        what goes wrong, and when
     checks        what must hold at every step; rest: at the end; books: what they go by
     mutants       known mistakes, each of which must be caught
+    fleet         the relays' processes
     simulation    one seed, from the set-up to the verdict; hunt: many of them
     agreement     one script for both servers, the real one and ours
 

@@ -116,11 +116,7 @@ class Loop(asyncio.AbstractEventLoop):
 
 
 class Process:
-    """A process: it runs, is frozen, or is dead.
-
-    Args:
-        wall_offset_s: how far its wall clock is from the true one.
-    """
+    """A process: it runs, is frozen, or is dead."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -129,15 +125,10 @@ class Process:
         self.ready: deque[_Handle] = deque()
         self.frozen = False
         self.dead = False
-        self.wall_offset_s = 0.0
         # Called when it dies, in the order in which the system would clean up.
         self.on_death: list[Callable[[], None]] = []
         # Kept for ever: were it collected, the clean-up of its tasks would run.
         world.processes.append(self)
-
-    def wall(self) -> float:
-        """Epoch seconds, as this process sees them."""
-        return self.world.wall() + self.wall_offset_s
 
     def run(self, main: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Have it do this."""
