@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from outbox.core.sequencing import Helping, Refused, Sighting
     from outbox.store.cursor import CursorStore, Lock
     from outbox.store.lanes import LoadedLane
-    from outbox.store.reading import Reading
 
 log = structlog.get_logger("outbox.sequencer")
 
@@ -315,7 +314,7 @@ class Cursor:
             )
             if (reading.leader, reading.version) != (self._me, self._version):
                 return None
-            _plausible(state, reading)
+            reading.check(state.high)
             self._holders = reading.holders
             if not tracker.left_out or tracker.complete(await store.running()):
                 break
@@ -399,17 +398,3 @@ class Cursor:
         self._counters |= draft.deliveries.counters
         self.awake = self.awake or draft.awake
         self._on_batch(Sequenced(batch, draft.events, draft.deliveries, given, self._told))
-
-
-def _plausible(state: CursorState, reading: Reading) -> None:
-    if reading.last_id < state.high:
-        raise CursorBroken(
-            f"the sequence of outbox.id went back to {reading.last_id}, below {state.high}, "
-            "which was already read; set it to a higher value with setval"
-        )
-    if reading.events and reading.events[-1].id > reading.last_id:
-        raise CursorBroken(
-            f"outbox holds id {reading.events[-1].id}, above its sequence's last value "
-            f"{reading.last_id}: it was written with an explicit id (COPY?); remove the row "
-            "or set the sequence to a higher value with setval"
-        )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing import Sighting
+from outbox.errors import CursorBroken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,6 +119,24 @@ class Reading:
     version: int
     server_timeline: int | None = None
     """None: the server does not say."""
+
+    def check(self, high: int) -> None:
+        """Hold it to what the sequence can have done since `high` was read.
+
+        Raises:
+            CursorBroken: the sequence cannot be trusted.
+        """
+        if self.last_id < high:
+            raise CursorBroken(
+                f"the sequence of outbox.id went back to {self.last_id}, below {high}, "
+                "which was already read; set it to a higher value with setval"
+            )
+        if self.events and self.events[-1].id > self.last_id:
+            raise CursorBroken(
+                f"outbox holds id {self.events[-1].id}, above its sequence's last value "
+                f"{self.last_id}: it was written with an explicit id (COPY?); remove the row "
+                "or set the sequence to a higher value with setval"
+            )
 
 
 def reading_of(rows: Sequence[Any]) -> Reading:
