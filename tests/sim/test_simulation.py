@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # Those that a few hours reveal; the others take hundreds: `python -m tests.sim --mutants`.
 QUICK = (
     "acknowledge-before-the-answer",
-    "progress-may-go-back",
-    "gap-given-up-after-a-time",
+    "disabling-an-endpoint-without-the-cursor-row",
+    "next-number-sent-while-the-head-waits-to-be-retried",
     "retry-state-only-in-memory",
 )
 QUICK_SEEDS = 40
