@@ -230,6 +230,8 @@ class Health:
         self._failures = self._refusals = 0
         if now < self._held_until:
             return  # It was sent before the receiver asked to be left alone.
+        # Were the clock set back, it would hold once more.
+        self._held_until = 0.0
         if self._state in (State.FAILING, State.REFUSING):
             self._recover(now)
         elif self._state is State.RECOVERING:

@@ -353,6 +353,15 @@ def test_the_longest_retry_after_counts() -> None:
     assert health.record().held_until == NOW + 1000
 
 
+def test_a_hold_that_has_passed_does_not_come_back_with_the_clock() -> None:
+    health = Health()
+    answers(health, FAILED)
+    health.began(0)
+    health.answered(FAILED, NOW, 0.0, retry_after_s=10)
+    answers(health, OK, now=NOW + 20)
+    assert health.record().held_until is None
+
+
 # ----------------------------------------------------------------- operators
 
 

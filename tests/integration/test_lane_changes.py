@@ -147,6 +147,8 @@ async def test_a_lane_blocked_by_its_last_delivery_holds_the_generation_behind_i
         await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 5, "the block")
         await set_lanes(database, 2)
         await publish(database, 2, 3)
+        # Or the other endpoint gets these, too.
+        await until(lambda: _numbered(database, 4))
         await add_endpoint(database, "other")
         await publish(database, 4)
         await until(lambda: 4 in network.data(), 5, "another endpoint")

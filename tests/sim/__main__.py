@@ -74,9 +74,7 @@ def _many(seeds: range, jobs: int, mutant: str | None) -> int:
             )
 
     shown = [0]
-    found = hunt.totals(
-        seeds, jobs, mutant, on_result=progress, stop_at_first=mutant is not None
-    )
+    found = hunt.totals(seeds, jobs, mutant, on_result=progress, stop_at_first=mutant is not None)
     print(
         f"{found.seeds} virtual hours in {found.seconds:.0f} s: {found.events} events, "
         f"{found.requests} requests ({found.duplicates} duplicates), {found.faults} faults, "
