@@ -35,7 +35,6 @@ REJECTS = 3
 """So many events are refused for good at one time."""
 ENDLESS_CHUNK = b"4000\r\n" + b"x" * 0x4000 + b"\r\n"
 ENDLESS_EVERY_S = 0.02
-CUT_HEAD_CHARS = 14
 
 
 @dataclass(slots=True)

@@ -86,11 +86,11 @@ class Connection(Client):
         opened = loop.create_future()
 
         def at_server() -> None:
-            if self._database.refuses(self):
-                self._to_client(refused)
-            else:
+            if self._database.up:
                 self.backend = Backend(self._database, self.name, self)
                 self._to_client(accepted)
+            else:
+                self._to_client(refused)
 
         def accepted() -> None:
             if not opened.done():

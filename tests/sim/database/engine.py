@@ -65,7 +65,6 @@ class Transaction:
         "committing",
         "explicit",
         "failed",
-        "gid",
         "lock_timeout_s",
         "locks",
         "notes",
@@ -96,7 +95,6 @@ class Transaction:
         self.written = False
         # Under REPEATABLE READ: what it took with its first statement.
         self.snapshot: Any = None
-        self.gid: str | None = None
         # Its session does not notify.
         self.quiet = False
         # What a checker should know of it when it commits.

@@ -99,7 +99,6 @@ class Database(Engine):
         self.skew_s = skew_s
         self.connections: list[Connection] = []
         self.networks: dict[str, Network] = {}
-        self.connections_max = 10_000
         # Whether sessions can be ended by others; behind a pooler they cannot.
         self.signals = True
         # ------------------------------------------------------- the outbox
@@ -188,7 +187,6 @@ class Database(Engine):
             backend.client.answer(None, InFailedSQLTransactionError("the transaction is aborted"))
             return
         backend.end_transaction()
-        tx.gid = gid
         self.prepared[gid] = tx
         backend.client.answer("PREPARE TRANSACTION", None)
 
@@ -205,10 +203,6 @@ class Database(Engine):
             backend.client.answer("ROLLBACK PREPARED", None)
 
     # --------------------------------------------------------------- network
-
-    def refuses(self, connection: Connection) -> bool:
-        """Whether it takes no connection now."""
-        return not self.up or len(self.backends) >= self.connections_max
 
     def network_of(self, process: str) -> Network:
         """The way from this process."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from outbox.store import destinations, lanes
@@ -152,8 +151,3 @@ def _replayed(db: Database, tx: Transaction, given: Given) -> dict[str, Any]:
         "was_slot": was["slot"],
         "was_seq": given.replay_seq,
     }
-
-
-def epoch(seconds: float) -> datetime:
-    """A point in time as the database returns it."""
-    return datetime.fromtimestamp(seconds, UTC)
