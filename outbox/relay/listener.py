@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.listener")
 
-HEARTBEAT_S = 5.0
+HEARTBEAT_MIN_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
 
@@ -40,6 +40,8 @@ class Listener:
         on_change: called when endpoints changed, or something may have been missed.
         on_news: called with what other replicas tell, and the backend that told it.
         own_pids: the backends by which this replica tells others.
+        poll_s: what was not heard is found after so long anyhow; there is no need
+            to ask more often whether one still hears.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Listener:
         on_change: Callable[[], None],
         on_news: Callable[[str, int], None],
         own_pids: Collection[int],
+        poll_s: float = 0.0,
     ) -> None:
         self._connect = connect
         self._schema = schema
@@ -57,6 +60,7 @@ class Listener:
         self._on_change = on_change
         self._on_news = on_news
         self._own_pids = own_pids
+        self._heartbeat_s = max(HEARTBEAT_MIN_S, poll_s)
         self._wanted = True
         self._changed = asyncio.Event()
 
@@ -108,7 +112,7 @@ class Listener:
                         await connection.remove_listener(self._schema, self._heard)
                 listens = wanted
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
+                    async with asyncio.timeout(self._heartbeat_s):
                         await self._changed.wait()
                         continue
                 # A half-open connection hears nothing, for ever.

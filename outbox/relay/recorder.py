@@ -121,14 +121,15 @@ class Recorder:
             Fenced: this replica is no longer the owner.
         """
         clock = asyncio.get_running_loop().time
-        checkpoint_at = clock() + CHECKPOINT_EVERY_S
+        # None: nothing was written since the last one.
+        checkpoint_at: float | None = None
         while True:
             # Looked at before each group, because under load one always waits.
-            if clock() >= checkpoint_at:
+            if checkpoint_at is not None and clock() >= checkpoint_at:
                 await self.checkpoint()
-                checkpoint_at = clock() + CHECKPOINT_EVERY_S
+                checkpoint_at = None
             try:
-                async with asyncio.timeout(checkpoint_at - clock()):
+                async with asyncio.timeout_at(checkpoint_at):
                     await self._arrived.wait()
             except TimeoutError:
                 continue
@@ -138,6 +139,8 @@ class Recorder:
             except TimeoutError:
                 pass
             await self._write_group()
+            if checkpoint_at is None:
+                checkpoint_at = clock() + CHECKPOINT_EVERY_S
 
     async def _write_group(self) -> None:
         size = self._group_size()

@@ -51,7 +51,9 @@ WAITING_MAX, CROWD_S = 2, 1.0
 notify for so long: they commit one at a time then, however slow the disk is."""
 ASLEEP_S = 60
 """How far ahead the flag says "may be asleep"; renewed at half of it."""
-WATCH_MIN_S, WATCH_MAX_S = 0.002, 0.05
+WATCH_MIN_S, WATCH_MAX_S, WATCH_SHARE = 0.002, 0.5, 0.2
+"""Between two looks at producers that were in flight: this share of how long they have
+been watched, within bounds.  Who takes a minute to commit can wait a little."""
 TAKEN_S = 0.05
 """Who finds the cursor row taken looks again after so long: it does not sleep, because
 the flag may say "awake", and what it was woken for may still have to be read."""
@@ -230,11 +232,11 @@ class Sequencer:
         clock = asyncio.get_running_loop().time
         renew_at = self._asleep_until - ASLEEP_S / 2
         look_at = min(clock() + self._settings.poll_s, renew_at)
-        step_s = WATCH_MIN_S
         watched = self.cursor.watched
-        while True:
-            left_s = look_at - clock()
-            if left_s <= 0 or await self._bell.wait(min(step_s, left_s) if watched else left_s):
+        while (left_s := look_at - clock()) > 0:
+            watched_s = clock() - (self._asleep_until - ASLEEP_S)
+            step_s = min(max(WATCH_SHARE * watched_s, WATCH_MIN_S), WATCH_MAX_S)
+            if await self._bell.wait(min(step_s, left_s) if watched else left_s):
                 break
             if not watched:
                 break
@@ -243,7 +245,6 @@ class Sequencer:
                 # It stays asleep; who began since then notifies.
                 self.cursor.watched = remaining
                 break
-            step_s = min(step_s * 2, WATCH_MAX_S)
         if clock() >= renew_at:
             self._asleep_until = 0.0  # The flag is about to run out: set it anew.
 

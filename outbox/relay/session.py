@@ -189,6 +189,7 @@ class Session:
                 look_at_changes,
                 ownership.hear,
                 [for_cursor.get_server_pid(), control.get_server_pid()],
+                settings.poll_s,
             )
             watchdog = Watchdog(
                 {

@@ -43,7 +43,7 @@ def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Care and upkeep have something to do all the time."""
     monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
-    monkeypatch.setattr("outbox.relay.listener.HEARTBEAT_S", 0.3)
+    monkeypatch.setattr("outbox.relay.listener.HEARTBEAT_MIN_S", 0.3)
     monkeypatch.setattr("outbox.relay.listener.HEARTBEAT_TIMEOUT_S", 0.3)
 
 

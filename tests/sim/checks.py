@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import orjson
 
+from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Violation
 
 if TYPE_CHECKING:
@@ -74,9 +75,8 @@ class Checker:
         # Until then an acknowledgement may have been lost.
         self.harmed_until = 0.0
         self.violations: list[Violation] = []
-        self._at_requests: dict[int, list[Callable[[Process], None]]] = {}
+        self.moments = moments.Moments()
         self.duplicates = 0
-        self.requests = 0
         self.latencies: list[float] = []
         self.pauses: dict[UUID, float] = {}
         database.on_commit.append(self._committed)
@@ -131,6 +131,7 @@ class Checker:
         self.lanes[name] = self._by_id[lane["id"]] = book
 
     def _event(self, event_id: int, quiet: bool) -> None:
+        self.moments.come(moments.EVENT)
         if not quiet:
             self._visible_at[event_id] = self._world.now
         self._tell(f"event {event_id} is visible; flag {self.database.wakeup}")
@@ -141,6 +142,8 @@ class Checker:
         db = self.database
         before = db.batches[-2]
         self._tell(f"{batch}")
+        if batch.young and batch.writer is not None:
+            self.moments.come(moments.GAP, self._owner_of[batch.writer])
         if batch.batch != before.batch + 1 or batch.high < before.high:
             raise Violation("cursor", f"batch {batch.batch} to {batch.high} follows {before}")
         for lo, hi in batch.dead:
@@ -232,10 +235,6 @@ class Checker:
 
     # --------------------------------------------------------------- the wire
 
-    def at_request(self, number: int, callback: Callable[[Process], None]) -> None:
-        """Call this, with the process that begins it, when so many requests were begun."""
-        self._at_requests.setdefault(number, []).append(callback)
-
     def begins(self, process: Process, request: Request) -> Attempt:
         """A request is sent."""
         told = {name.lower(): value for name, value in request.headers}
@@ -257,9 +256,7 @@ class Checker:
             "replay_of" in body,
             self._world.now,
         )
-        self.requests += 1
-        for callback in self._at_requests.pop(self.requests, ()):
-            callback(process)
+        self.moments.come(moments.REQUEST, process.name)
         self._check_begin(book, attempt)
         book.open[attempt] = None
         return attempt

@@ -35,11 +35,12 @@ class Faults:
             (3, self.restart_relay),
             (2, self.restart_database),
             (4, self.terminate_backends),
-            (2, self.stall_backend),
+            (4, self.stall_backends),
             (3, self.cut_connection),
             (2, self.hang_connection),
             (3, self.slow_network),
             (3, self.stall_network),
+            (2, self.leave_alone),
             (1, self.shift_the_clock),
             (4, self.receiver_down),
             (2, self.receiver_hangs),
@@ -130,8 +131,8 @@ class Faults:
             backend.terminate()
         return f"{len(chosen)} sessions are ended: {', '.join(b.name for b in chosen[:3])}"
 
-    def stall_backend(self) -> str | None:
-        """A session's process on the server gets no further for a while."""
+    def stall_backends(self) -> str | None:
+        """The server's process for one session of a relay, or for all, gets no further."""
         db = self._sim.database
         relay = self._relay()
         found = [c for c in db.connections if c.process is relay and c.name.startswith("outbox")]
@@ -140,9 +141,10 @@ class Faults:
             return None
         for_s = self._lasts_s()
         self._trouble(None, for_s)
-        backend = self._rng.choice(backends)
-        backend.stalled_until = self._sim.world.now + for_s
-        return f"a session of {backend.name} stalls for {for_s:.1f} s"
+        chosen = backends if self._rng.random() < 0.5 else [self._rng.choice(backends)]
+        for backend in chosen:
+            backend.stalled_until = self._sim.world.now + for_s
+        return f"{len(chosen)} sessions of {chosen[0].name} stall for {for_s:.1f} s"
 
     def cut_connection(self) -> str | None:
         """Reset, on the way."""
@@ -189,6 +191,29 @@ class Faults:
         self._trouble(relay, for_s)
         self._sim.database.network_of(relay.name).stalled_until = self._sim.world.now + for_s
         return f"the network of {relay.name} stalls for {for_s:.1f} s"
+
+    def leave_alone(self) -> str | None:
+        """What the database says comes late, then nothing gets through; receivers hang.
+
+        So a lease may have been renewed long before the relay hears of it, and is lost
+        while requests are open.
+        """
+        relay = self._relay()
+        if relay is None:
+            return None
+        sim, now = self._sim, self._sim.world.now
+        late_s, gone_s = self._lasts_s(), 1.5 * sim.settings.lease_s
+        self._trouble(None, late_s + gone_s)
+        network = sim.database.network_of(relay.name)
+        network.answers_stalled_until = now + late_s
+        for receiver in sim.receivers.values():
+            receiver.hanging_until = now + late_s + gone_s
+
+        def go() -> None:
+            network.stalled_until = sim.world.now + gone_s
+
+        sim.heal(late_s + 0.1, go)
+        return f"{relay.name} hears late for {late_s:.1f} s, then nothing for {gone_s:.1f} s"
 
     def shift_the_clock(self) -> str:
         """The database's clock jumps; it is the one that all relays go by."""

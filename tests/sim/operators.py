@@ -29,12 +29,20 @@ class Operator:
     def __init__(self, simulation: Simulation, rng: random.Random) -> None:
         self._sim = simulation
         self._rng = rng
+        self._asked = asyncio.Event()
 
-    async def run(self, times: list[float]) -> None:
-        """Act at these times."""
-        for at in times:
-            await asyncio.sleep(max(at - self._sim.world.now, 0.0))
+    async def run(self) -> None:
+        """Act whenever asked to."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            # While the event is read, sequenced or sent, or some time later.
+            await asyncio.sleep(self._rng.choice((0.002, 0.02, 60.0)) * self._rng.random())
             await self._act()
+
+    def act_soon(self, _: str) -> None:
+        """Something happens that a person could interfere with."""
+        self._sim.people.loop.call_soon(self._asked.set)
 
     async def settle(self) -> None:
         """Let everything go on: nothing may be left to wait for a person."""

@@ -157,7 +157,7 @@ class Producer:
         u = self._rng.random()
         if u < 0.7:
             return
-        scale_s = 0.02 if u < 0.93 else 2.0 if u < 0.995 else 60.0
+        scale_s = 0.02 if u < 0.93 else 2.0 if u < 0.99 else 60.0
         await asyncio.sleep(self._rng.random() * scale_s)
 
     def _key(self) -> str | None:

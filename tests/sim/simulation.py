@@ -12,7 +12,8 @@ from uuid import UUID
 from outbox.config import Settings
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.retry import RetryPolicy
-from tests.sim import rest
+from outbox.relay.sequencer import Sequencer
+from tests.sim import moments, rest
 from tests.sim.books import Violation
 from tests.sim.checks import Checker
 from tests.sim.clockwork import Process, World
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from tests.sim.database.connection import Connection
 
 HOUR_S = 3600.0
+STEPS_MAX = 2_000_000
+"""An hour takes some fifty thousand; with so many, something goes round in circles."""
 SETTLE_LEASES = 12
 """In peace, everything has come to its end after so many leases and the retries."""
 
@@ -77,7 +80,7 @@ class Simulation:
         self.world = World(random.Random(rng.random()))
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
         self.database.signals = rng.random() < 0.5
-        lease_s = rng.choice((10.0, 30.0, 60.0, 60.0, 120.0))
+        lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
         poll_s = min(lease_s / 5, 60.0)
         self.settings = Settings(
             lease_s=lease_s,
@@ -90,6 +93,8 @@ class Simulation:
             batch_deliveries_max=rng.choice((3, 20_000)),
         )
         latency_s = 1.0 if self.settings.notify else poll_s + 1.0
+        # For the whole process: each seed has one of its own.
+        Sequencer.thick_events = rng.choice((1, 5, 600, 600))
         self.checker = Checker(self.world, self.database, latency_s, self.tell)
         self.people = Process(self.world, "people")
         self._shop = Process(self.world, "shop")
@@ -133,6 +138,7 @@ class Simulation:
             url=f"http://receiver-{n}.test/",
             types=rng.choice((("**",), ("t0.changed", "t1.changed"))),
             retry=retry,
+            total_timeout_s=rng.choice((5.0, 15.0, 2 * self.settings.lease_s)),
             on_dead_letter=rng.choice(("continue", "continue", "block")),
             backlog_count_max=rng.choice((None, None, 5)),
             backlog_age_max_s=rng.choice((None, None, 600.0)),
@@ -181,6 +187,7 @@ class Simulation:
     def run(self) -> Result:
         """Everything from the set-up to the verdict."""
         rng, world = self._rng, self.world
+        world.at_step(STEPS_MAX, self._circles)
         for n in range(rng.choice((1, 2, 3, 4))):
             self._endpoint(n)
         for n in range(self._replicas):
@@ -190,8 +197,10 @@ class Simulation:
             producer = Producer(self.database, self._shop, self._load, rng.getrandbits(32))
             self._shop.run(producer.run(share))
         operator = Operator(self, random.Random(rng.random()))
-        acts = sorted(rng.random() * self._peace_at for _ in range(rng.choice((0, 3, 8))))
-        acting = self.people.run(operator.run(acts))
+        acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
+        acting = self.people.run(operator.run())
+        for act in acts:
+            self.checker.moments.at(moments.EVENT, int(act) + 1, operator.act_soon)
         self._plan_faults()
 
         world.run(self._peace_at, self._over)
@@ -211,6 +220,9 @@ class Simulation:
                 self.checker.violations.append(violation)
         return self._result()
 
+    def _circles(self) -> None:
+        raise RuntimeError(f"{STEPS_MAX} steps, and it is {self.world.now:.3f}")
+
     def _over(self) -> bool:
         """Whether something was broken; nothing else is to be learnt then."""
         return bool(self.checker.violations or self.world.errors)
@@ -223,24 +235,28 @@ class Simulation:
         """By the time, by the step, and most of them while something is being sent."""
         rng, world = self._rng, self.world
         requests = self._load.events * len(self.receivers) * 2 // 3 + 2
+        at = self.checker.moments.at
         for _ in range(rng.choice((0, 5, 20, 40))):
             u = rng.random()
-            if u < 0.6:
-                self.checker.at_request(rng.randrange(1, requests), self._strike_soon)
+            if u < 0.4:
+                at(moments.REQUEST, rng.randrange(1, requests), self._strike_soon)
+            elif u < 0.6:
+                at(moments.GAP, rng.randrange(1, 20), self._strike_soon)
             elif u < 0.75:
                 world.at_step(int(rng.expovariate(1 / 20_000)), self.faults.strike)
             else:
                 world.at(rng.random() * self._peace_at, None, self.faults.strike)
 
-    def _strike_soon(self, process: Process) -> None:
+    def _strike_soon(self, name: str) -> None:
         """While it sends: before the answer, when that is written, or a little later."""
-        delay_s = self.world.rng.expovariate(30)
-        self.world.after(delay_s, None, self.faults.strike, process)
+        delay_s = self.world.rng.expovariate(self.world.rng.choice((30, 30, 1)))
+        self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
 
     def _make_peace(self) -> None:
         world, database = self.world, self.database
         for network in database.networks.values():
-            network.usual_s, network.stalled_until = 0.0005, world.now
+            network.usual_s = 0.0005
+            network.stalled_until = network.answers_stalled_until = world.now
         # Whoever prepared them may never have heard that they are; a person would see.
         world.after(60, None, self._end_prepared)
         for receiver in self.receivers.values():
@@ -266,14 +282,15 @@ class Simulation:
         found += [Violation("error", text) for text in self.world.errors]
         db = self.database
         claims = sum(kind == "endpoint_claimed" for _, kind, *_ in db.journal)
-        marks = (self.world.steps, db.statements, self.checker.requests, len(db.batches))
+        requests = self.checker.moments.counts[moments.REQUEST]
+        marks = (self.world.steps, db.statements, requests, len(db.batches))
         return Result(
             self.seed,
             tuple(found),
             self.world.steps,
             db.statements,
             len(db.outbox),
-            self.checker.requests,
+            requests,
             self.checker.duplicates,
             len(db.batches) - 1,
             len(self.faults.happened),

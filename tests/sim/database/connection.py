@@ -57,13 +57,11 @@ class Connection(Client):
 
     # ------------------------------------------------------------- the wire
 
-    def _trip_s(self) -> float:
-        return self._database.network_s(self.process.name)
-
     def _to_server(self, callback: Callable[..., None], *args: Any) -> None:
         if self.hangs:
             return
-        self._to_server_at = max(self._to_server_at, self._world.now + self._trip_s())
+        trip_s = self._database.network_s(self.process.name)
+        self._to_server_at = max(self._to_server_at, self._world.now + trip_s)
         self._world.at(self._to_server_at, None, self._at_server, callback, args)
 
     def _at_server(self, callback: Callable[..., None], args: Any) -> None:
@@ -73,7 +71,8 @@ class Connection(Client):
     def _to_client(self, callback: Callable[..., None], *args: Any) -> None:
         if self.hangs or self.process.dead:
             return
-        self._to_client_at = max(self._to_client_at, self._world.now + self._trip_s())
+        trip_s = self._database.network_s(self.process.name, answers=True)
+        self._to_client_at = max(self._to_client_at, self._world.now + trip_s)
         self._world.at(self._to_client_at, self.process, self._at_client, callback, args)
 
     def _at_client(self, callback: Callable[..., None], args: Any) -> None:
@@ -185,13 +184,16 @@ class Connection(Client):
         """A statement that is not one of the stores'."""
         return await self.ask(lambda backend: backend.execute(make))
 
-    async def _statement(self, sql: str, args: tuple[Any, ...]) -> Any:
+    async def _statement(self, sql: str, args: tuple[Any, ...], within_s: float | None) -> Any:
         make = answer(self._database, sql, args)
-        return await self.ask(lambda backend: backend.execute(make))
+        asked = self.ask(lambda backend: backend.execute(make))
+        if within_s is None:
+            return await asked
+        async with asyncio.timeout(within_s):
+            return await asked
 
     async def fetch(self, sql: str, *args: Any, timeout: float | None = None) -> list[Row]:  # noqa: ASYNC109
-        async with asyncio.timeout(timeout):
-            rows: list[Row] = await self._statement(sql, args)
+        rows: list[Row] = await self._statement(sql, args, timeout)
         return rows
 
     async def fetchrow(self, sql: str, *args: Any, timeout: float | None = None) -> Row | None:  # noqa: ASYNC109
@@ -203,8 +205,7 @@ class Connection(Client):
         return next(iter(rows[0].values())) if rows else None
 
     async def execute(self, sql: str, *args: Any, timeout: float | None = None) -> str:  # noqa: ASYNC109
-        async with asyncio.timeout(timeout):
-            return str(await self._statement(sql, args))
+        return str(await self._statement(sql, args, timeout))
 
     def transaction(self, **_: Any) -> TransactionBlock:
         return TransactionBlock(self)

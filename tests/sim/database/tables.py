@@ -85,6 +85,8 @@ class Network:
     """A message is on its way for about so long."""
     stalled_until: float = 0.0
     """Nothing gets through before; it is not lost, either."""
+    answers_stalled_until: float = 0.0
+    """The same, of what the server says."""
 
 
 class Database(Engine):
@@ -208,9 +210,13 @@ class Database(Engine):
         """The way from this process."""
         return self.networks.setdefault(process, Network())
 
-    def network_s(self, process: str) -> float:
+    def network_s(self, process: str, *, answers: bool = False) -> float:
         """How long a message of this process, or to it, is on its way from now on."""
         network = self.network_of(process)
         u = self.rng.random()
         trip_s = 2 * network.usual_s * u if u < 0.98 else 0.05 * self.rng.random()
-        return trip_s + max(network.stalled_until - self.world.now, 0.0)
+        until = network.stalled_until
+        if answers and network.answers_stalled_until > until:
+            until = network.answers_stalled_until
+        late_s = until - self.world.now
+        return trip_s + late_s if late_s > 0 else trip_s

@@ -25,7 +25,7 @@ def fence(db: Database, tx: Transaction, me: int) -> Steps:
     row = tx.get(db.replica, me)
     if row is None or row["expires_at"] <= db.wall():
         return False
-    if db.rng.random() < 0.1:
+    if db.rng.random() < 0.5:
         yield db.pause_s()
     yield Wait(db.replica, me, SHARE)
     new = tx.get(db.replica, me)
