@@ -4,6 +4,7 @@
     python3 run.py demo [ARGS...]      real events out of a real PostgreSQL, proven in order
     python3 run.py test                every check: lint, types, layers, tests
     python3 run.py test [ARGS...]      pytest with these arguments
+    python3 run.py sim [ARGS...]       relays under every fault on virtual time, by the thousand hours
     python3 run.py bench [ARGS...]     speed, latency and memory beside aiohttp's and PostgreSQL's
     python3 run.py outbox ARGS...      any command of outbox, such as: outbox --help
 
@@ -61,16 +62,17 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(__doc__.strip())
         return OK
-    if command not in ("demo", "test", "bench", "outbox"):
+    if command not in ("demo", "test", "sim", "bench", "outbox"):
         raise Stop(f"there is no command {command!r}; python3 run.py --help lists them", USAGE)
     require_python(sys.version_info[:3])
     set_up()
     if command == "test":
         os.chdir(ROOT)
         return become("pytest", *rest) if rest else run_checks()
-    if command == "bench":
+    if command in ("sim", "bench"):
         os.chdir(ROOT)
-        return become("python", "-m", "benchmarks", *rest)
+        module = {"sim": "tests.sim", "bench": "benchmarks"}[command]
+        return become("python", "-m", module, *rest)
     return become("outbox", *(["demo", *rest] if command == "demo" else rest))
 
 

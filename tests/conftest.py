@@ -24,6 +24,7 @@ from outbox.errors import CannotRun
 from tests.support.majors import VERSIONS, provide
 from tests.support.pgbouncer import program
 from tests.support.postgres import Database, Server
+from tests.support.small_disk import may_mount
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator, Iterator
@@ -82,6 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
     config.addinivalue_line("markers", "pgbouncer: left out where PgBouncer is not installed")
+    config.addinivalue_line("markers", "mounts: left out where no file system can be mounted")
     config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
     asked: int | None = config.getoption("--seed")
     if asked is None:
@@ -108,15 +110,18 @@ def pytest_report_header(config: pytest.Config) -> str:
     except CannotRun as error:
         versions = str(error)
     proxy = program() or "not there, its tests are left out (apt-get install pgbouncer)"
-    return f"PostgreSQL: {versions}; PgBouncer: {proxy}; seed: {config.stash[_seed_key]}"
+    disk = "mounted" if may_mount() else "only root can mount one, its tests are left out"
+    seed = config.stash[_seed_key]
+    return f"PostgreSQL: {versions}; PgBouncer: {proxy}; full disk: {disk}; seed: {seed}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if program() is not None:
-        return
-    left_out = [item for item in items if item.get_closest_marker("pgbouncer")]
-    items[:] = [item for item in items if not item.get_closest_marker("pgbouncer")]
-    config.hook.pytest_deselected(items=left_out)
+    there = {"pgbouncer": program() is not None, "mounts": may_mount()}
+    missing = [marker for marker, is_there in there.items() if not is_there]
+    left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
+    items[:] = [item for item in items if item not in left_out]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

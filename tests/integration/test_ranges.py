@@ -85,6 +85,7 @@ def stood_for(sent: Sent) -> tuple[str, int] | None:
     return replay_of and (replay_of["lane"], replay_of["sequence"])
 
 
+@pytest.mark.costly
 async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

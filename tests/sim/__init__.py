@@ -17,6 +17,6 @@ The relays are the real ones, from `outbox.relay.relay` down to the Python side 
 about snapshots, row locks, sequences and notifications.  `test_agreement` holds the
 answers against those of a real server.
 
-    python -m tests.sim --seeds 10000          a long hunt
-    python -m tests.sim --seed 42 --trace      one seed, step by step
+    python3 run.py sim --seeds 10000           a long hunt
+    python3 run.py sim --seed 42 --trace       one seed, step by step
 """

@@ -1,9 +1,9 @@
 """The hunt: virtual hours full of faults, by the thousand.
 
-  python -m tests.sim --seeds 10000           every invariant, over ten thousand hours
-  python -m tests.sim --seed 42 --trace       one of them, step by step
-  python -m tests.sim --mutants               every known mistake, until it is caught
-  python -m tests.sim --mutant NAME --seed 7 --trace
+  python3 run.py sim --seeds 10000           every invariant, over ten thousand hours
+  python3 run.py sim --seed 42 --trace       one of them, step by step
+  python3 run.py sim --mutants               every known mistake, until it is caught
+  python3 run.py sim --mutant NAME --seed 7 --trace
 
 Exit code 1: an invariant was broken, or a mistake was not noticed.
 """
@@ -24,7 +24,7 @@ from tests.sim.mutants import MUTANTS
 def main() -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.sim",
+        prog="python3 run.py sim",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

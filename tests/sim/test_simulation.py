@@ -1,6 +1,6 @@
 """Virtual hours full of faults, and mistakes that they must reveal.
 
-`--sim-seeds N` makes it a long hunt; `python -m tests.sim` says more about one.
+`--sim-seeds N` makes it a long hunt; `python3 run.py sim` says more about one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.sim.mutants import MUTANTS
 if TYPE_CHECKING:
     import random
 
-# Those that a few hours reveal; the others take hundreds: `python -m tests.sim --mutants`.
+# Those that a few hours reveal; the others take hundreds: `python3 run.py sim --mutants`.
 QUICK = (
     "acknowledge-before-the-answer",
     "disabling-an-endpoint-without-the-cursor-row",
@@ -45,7 +45,7 @@ def test_no_invariant_is_broken_in_some_hundred_virtual_hours(
     seeds: int = pytestconfig.getoption("--sim-seeds")
     first = rng.randrange(10**6) * 1000
     found = sim("--first", first, "--seeds", seeds, "--jobs", 1)
-    print(found.stdout, f"to look at one: python -m tests.sim --seed {first}+N --trace")
+    print(found.stdout, "to look at one: python3 run.py sim --seed N --trace")
     assert found.returncode == 0, found.stdout + found.stderr
 
 

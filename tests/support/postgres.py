@@ -90,7 +90,12 @@ class Database:
 
 
 class Server:
-    """An embedded server and its template, in memory where there is room unless `on_disk`."""
+    """An embedded server and its template.
+
+    Args:
+        on_disk: not in memory, even if there is room.
+        directory: neither: there.
+    """
 
     def __init__(
         self,
@@ -98,10 +103,11 @@ class Server:
         settings: Mapping[str, Setting] | None = None,
         *,
         on_disk: bool = False,
+        directory: Path | None = None,
     ) -> None:
         self.embedded = EmbeddedPostgres(
             major,
-            temporary_in=None if on_disk else memory(),
+            temporary_in=directory or (None if on_disk else memory()),
             settings={**TEST_SETTINGS, **(settings or {})},
         )
         self.major = self.embedded.major

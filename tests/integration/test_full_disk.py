@@ -1,0 +1,113 @@
+"""The disk of the database is full, for real: the relay waits, goes on, and loses nothing.
+
+Left out where no file system can be mounted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+from structlog.testing import capture_logs
+
+from outbox.store.connect import TROUBLE
+from tests.support.load import Load, Sickly
+from tests.support.postgres import Server
+from tests.support.relay import publish, running
+from tests.support.small_disk import small_disk
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, MutableMapping
+
+    from tests.support.postgres import Database
+    from tests.support.small_disk import SmallDisk
+
+    Logs = list[MutableMapping[str, Any]]
+
+pytestmark = [pytest.mark.one_major, pytest.mark.mounts]
+
+DISK_MB = 160
+FULL = "No space left on device"
+
+
+@pytest.fixture
+def disk() -> Iterator[SmallDisk]:
+    """Room for a server, and little more."""
+    with small_disk(DISK_MB) as disk:
+        yield disk
+
+
+@pytest.fixture
+async def database(disk: SmallDisk, pg_major: int) -> AsyncIterator[Database]:
+    """A database on that disk."""
+    server = Server(pg_major, directory=disk.directory)
+    with server.embedded:
+        async with server.database() as database:
+            yield database
+            disk.free()
+
+
+@pytest.fixture
+def logs() -> Iterator[Logs]:
+    """What the relay says, from now on."""
+    with capture_logs() as captured:
+        yield captured
+
+
+def says_full(logs: Logs) -> bool:
+    return any(FULL in str(each.get("reason")) for each in logs)
+
+
+async def test_no_room_for_rows_is_waited_out(
+    database: Database, disk: SmallDisk, logs: Logs
+) -> None:
+    load, sickly = Load(database), Sickly()
+    load.network.script = sickly
+    await sickly.add(database, lanes=3)
+    async with running(database, load.network):
+        async with load.running():
+            await load.arrives()
+            disk.fill()
+            await until(lambda: says_full(logs), 30, "the relay to find no room")
+            with pytest.raises(asyncpg.DiskFullError):
+                await publish(database, *[{"n": n} for n in range(10_000)], type="other.event")
+            disk.free()
+            await load.arrives()
+        sickly.cured = True
+        await load.check()
+    assert all("\n" not in str(each.get("reason")) for each in logs)
+
+
+async def _crash(database: Database) -> None:
+    """Write until the server ends itself, because its log finds no room."""
+    while database.server.embedded.running:
+        try:
+            async with asyncio.timeout(5), database.connection() as connection:
+                while True:
+                    await connection.execute("SELECT pg_logical_emit_message(true, '', 'x')")
+                    await connection.execute("SELECT pg_switch_wal()")
+        except (*TROUBLE, TimeoutError):
+            await asyncio.sleep(0.1)
+
+
+async def test_no_room_for_the_servers_log_is_waited_out(
+    database: Database, disk: SmallDisk, logs: Logs
+) -> None:
+    load, sickly = Load(database), Sickly()
+    load.network.script = sickly
+    await sickly.add(database, lanes=3)
+    async with running(database, load.network):
+        async with load.running():
+            await load.arrives()
+            disk.fill()
+            async with asyncio.timeout(60):
+                await _crash(database)
+            disk.free()
+            await asyncio.to_thread(database.server.embedded.start)
+            await load.arrives()
+        sickly.cured = True
+        await load.check()
+    assert any(each["event"] == "the session was lost" for each in logs)
