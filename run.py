@@ -4,7 +4,7 @@
     python3 run.py demo [ARGS...]      real events out of a real PostgreSQL, proven in order
     python3 run.py test                every check: lint, types, layers, tests
     python3 run.py test [ARGS...]      pytest with these arguments
-    python3 run.py sim [ARGS...]       relays under every fault on virtual time, by the thousand hours
+    python3 run.py sim [ARGS...]       whole relays under every fault, on virtual time
     python3 run.py bench [ARGS...]     speed, latency and memory beside aiohttp's and PostgreSQL's
     python3 run.py outbox ARGS...      any command of outbox, such as: outbox --help
 

@@ -5,7 +5,7 @@
                   answer to each statement of `outbox.store`
     receivers     the network to the receivers, and what these do
     producers     the application; operators: people
-    faults        what goes wrong, and when
+    faults        what goes wrong; moments: when it hurts most
     checks        what must hold at every step; rest: at the end; books: what they go by
     mutants       known mistakes, each of which must be caught
     fleet         the relays' processes

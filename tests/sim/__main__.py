@@ -33,9 +33,12 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=100, help="how many (default: 100)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default: 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
-    parser.add_argument("--mutant", choices=sorted(MUTANTS), help="with this mistake")
+    parser.add_argument("--mutant", metavar="NAME", help="with this mistake")
     parser.add_argument("--mutants", action="store_true", help="with each of them, until caught")
     chosen = parser.parse_args()
+    if chosen.mutant is not None and chosen.mutant not in MUTANTS:
+        known = "\n  ".join(sorted(MUTANTS))
+        parser.error(f"there is no mistake {chosen.mutant!r}; known are\n  {known}")
     _set_logging(logging.INFO if chosen.trace else logging.CRITICAL)
     if chosen.seed is not None:
         return _one(chosen.seed, chosen.mutant, print if chosen.trace else None)
