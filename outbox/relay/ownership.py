@@ -243,6 +243,7 @@ class Ownership:
         batch = await self._lanes.last_batch()
         loaded = await self._lanes.lanes(epochs)
         self._dispatcher.adopt(loaded, endpoints, epochs, batch)
+        self._recorder.lanes_taken()
         # Batches of our own that were committed while the lanes were read
         # were offered to nobody.
         self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))

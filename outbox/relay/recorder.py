@@ -109,6 +109,10 @@ class Recorder:
             self._urgent.set()
             await self._newest.written()
 
+    def lanes_taken(self) -> None:
+        """There are new ones; their last owner may not have written down how far they are."""
+        self._arrived.set()
+
     def _append(self, entry: Entry) -> None:
         self._pending.append(entry)
         self._newest = entry
@@ -121,7 +125,7 @@ class Recorder:
             Fenced: this replica is no longer the owner.
         """
         clock = asyncio.get_running_loop().time
-        # None: nothing was written since the last one.
+        # None: nothing has moved since the last one.
         checkpoint_at: float | None = None
         while True:
             # Looked at before each group, because under load one always waits.
@@ -133,14 +137,17 @@ class Recorder:
                     await self._arrived.wait()
             except TimeoutError:
                 continue
+            if checkpoint_at is None:
+                checkpoint_at = clock() + CHECKPOINT_EVERY_S
+            if not self._pending:
+                self._arrived.clear()
+                continue
             try:
                 async with asyncio.timeout(self._group_s):
                     await self._urgent.wait()
             except TimeoutError:
                 pass
             await self._write_group()
-            if checkpoint_at is None:
-                checkpoint_at = clock() + CHECKPOINT_EVERY_S
 
     async def _write_group(self) -> None:
         size = self._group_size()

@@ -388,6 +388,24 @@ async def _never_idle(database: Database) -> tuple[NeverIdle, asyncio.Task[None]
     return store, asyncio.create_task(store.recorder.run())
 
 
+async def test_what_a_dead_relay_did_not_write_down_its_successor_does(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 3600.0)
+    await add_endpoint(database)
+    logged = "SELECT count(*) = 5 FROM attempt"
+    async with killed_at_the_end(database, Network()):
+        await publish(database, *range(5))
+        await until(lambda: fetchval(database, logged))
+    progress = "SELECT acked_seq FROM lane_progress"
+    assert await fetchval(database, progress) == 0
+    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 0.05)
+    idle = Network()
+    async with running(database, idle):
+        await until(lambda: fetchval(database, f"SELECT ({progress}) = 5"), 10, "a checkpoint")
+    assert idle.sent == []
+
+
 async def test_checkpoints_are_written_under_a_load_without_a_pause(database: Database) -> None:
     store, task = await _never_idle(database)
     await until(lambda: fetchval(database, "SELECT acked_seq > 0 FROM lane_progress"), 5)
