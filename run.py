@@ -40,7 +40,8 @@ CHECKS = (
     ("ruff format", "--check", "--quiet", "."),
     ("mypy",),
     ("lint-imports",),
-    ("pytest", "-n", "2"),
+    # More than the cores of most machines: half of their time tests wait.
+    ("pytest", "-n", "4"),
 )
 
 OK, FAILED, USAGE, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 3, 130

@@ -63,7 +63,7 @@ SELECT lane_id, max(seq) AS seq
                SELECT batch, seq FROM delivery
                 WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.acked_seq
                 ORDER BY batch, seq LIMIT $4) d
-         ORDER BY d.batch, d.seq LIMIT $4) oldest
+         ORDER BY d.batch, d.seq, lane.id LIMIT $4) oldest
  GROUP BY lane_id
 """
 
