@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.store.audit import CHECKS
+from outbox.store.audit import CHECKS, audit
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -124,6 +124,25 @@ async def test_damage_is_found(database: Database, what: str) -> None:
         await connection.execute(damage)
     found = await exceptions(database)
     assert expected <= found.keys(), found
+
+
+LONG_LOG = """
+INSERT INTO outbox (type, payload) SELECT 'a.b', '{}' FROM generate_series(1, 20000);
+INSERT INTO batch (batch, high) SELECT n, n * 5 FROM generate_series(1, 4000) n;
+ANALYZE outbox, batch;
+"""
+
+
+@pytest.mark.one_major
+async def test_a_long_log_takes_no_more_room_than_it_has(database: Database) -> None:
+    """With every row of a join went a list of all batches once: gigabytes."""
+    await add_endpoint(database)
+    settings = {"search_path": "relay", "temp_file_limit": "20MB"}
+    async with database.connection(server_settings=settings) as connection:
+        await connection.execute(LONG_LOG)
+        found = {f.check.name: f.violations async for f in audit(connection)}
+    # None of them was delivered to anybody.
+    assert found["complete"] == 20_000
 
 
 def test_every_check_is_broken_by_some_damage() -> None:
