@@ -40,6 +40,7 @@ CHECKS = (
     ("ruff format", "--check", "--quiet", "."),
     ("mypy",),
     ("lint-imports",),
+    ("python -m tests.sim", "--seeds", "300"),
     # More than the cores of most machines: half of their time tests wait.
     ("pytest", "-n", "4"),
 )
@@ -186,11 +187,11 @@ def run_checks() -> int:
         name, *arguments = check
         say(" ".join(check))
         started = time.monotonic()
-        program, *subcommand = name.split()
-        code = call([str(BIN / program), *subcommand, *arguments])
+        program, *words = name.split()
+        code = call([str(BIN / program), *words, *arguments])
         failed = failed or code != 0
         verdict = "ok" if code == 0 else f"FAILED (exit code {code})"
-        summary.append(f"  {name:<14}{time.monotonic() - started:7.1f} s  {verdict}")
+        summary.append(f"  {name:<20}{time.monotonic() - started:7.1f} s  {verdict}")
     print("\n".join(["", *summary]), flush=True)
     return FAILED if failed else OK
 

@@ -6,7 +6,7 @@
 --kills N    how often the end-to-end test kills the relay (default 3)
 --prove-minutes N    how long outbox prove goes on, end to end (default: 0.2)
 --cursor-seconds N   how long the adversarial producers go on (default: 6)
---sim-seeds N   how many virtual hours are simulated (default: 40)
+--sim-seeds N   how many virtual hours are simulated (default: 20)
 --model-size N   how much of the protocols is explored, 1 to 3 (default: 1)
 """
 
@@ -66,9 +66,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--sim-seeds",
         type=int,
-        default=40,
+        default=20,
         metavar="N",
-        help="how many virtual hours are simulated; default: 40",
+        help="how many virtual hours are simulated; default: 20",
     )
     group.addoption(
         "--model-size",

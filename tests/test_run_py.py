@@ -188,7 +188,7 @@ def test_all_checks_run_and_are_summed_up(
     assert run.run_checks() == 1
     lines = capsys.readouterr().out.split("\n")
     assert [line.split()[0] for line in lines if line] == [
-        "ruff", "ruff", "mypy", "lint-imports", "pytest",
+        "ruff", "ruff", "mypy", "lint-imports", "python", "pytest",
     ]  # fmt: skip
     assert [line for line in lines if "FAILED" in line and "mypy" in line]
     monkeypatch.setattr(run, "call", lambda _: 0)

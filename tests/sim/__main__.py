@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import random
 import sys
 
 import structlog
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--trace", action="store_true", help="with --seed: say what happens")
     parser.add_argument("--seeds", type=int, default=100, help="how many (default: 100)")
-    parser.add_argument("--first", type=int, default=0, help="the first of them (default: 0)")
+    parser.add_argument("--first", type=int, help="the first of them (default: anywhere)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
     parser.add_argument("--mutant", metavar="NAME", help="with this mistake")
     parser.add_argument("--mutants", action="store_true", help="with each of them, until caught")
@@ -42,7 +43,9 @@ def main() -> int:
     _set_logging(logging.INFO if chosen.trace else logging.CRITICAL)
     if chosen.seed is not None:
         return _one(chosen.seed, chosen.mutant, print if chosen.trace else None)
-    seeds = range(chosen.first, chosen.first + chosen.seeds)
+    first = random.randrange(10**6) * 1000 if chosen.first is None else chosen.first
+    print(f"{chosen.seeds} seeds from {first} on, {chosen.jobs} at a time", flush=True)
+    seeds = range(first, first + chosen.seeds)
     if chosen.mutants:
         return _mutants(seeds, chosen.jobs)
     return _many(seeds, chosen.jobs, chosen.mutant)
