@@ -41,7 +41,7 @@ CHECKS = (
     ("mypy",),
     ("lint-imports",),
     ("python -m tests.sim", "--seeds", "300"),
-    # More than the cores of most machines: half of their time tests wait.
+    # Four at a time even on two cores: half of their time tests wait.
     ("pytest", "-n", "4"),
 )
 

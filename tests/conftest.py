@@ -110,7 +110,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     except CannotRun as error:
         versions = str(error)
     proxy = program() or "not there, its tests are left out (apt-get install pgbouncer)"
-    disk = "mounted" if may_mount() else "only root can mount one, its tests are left out"
+    disk = "mounted" if may_mount() else "none can be mounted here, its tests are left out"
     seed = config.stash[_seed_key]
     return f"PostgreSQL: {versions}; PgBouncer: {proxy}; full disk: {disk}; seed: {seed}"
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.listener")
 
-HEARTBEAT_MIN_S = 5.0
+HEARTBEAT_MIN_S, HEARTBEAT_MAX_S = 5.0, 15.0
 HEARTBEAT_TIMEOUT_S = 5.0
 RECONNECT_MIN_S, RECONNECT_MAX_S = 0.1, 5.0
 
@@ -40,8 +40,8 @@ class Listener:
         on_change: called when endpoints changed, or something may have been missed.
         on_news: called with what other replicas tell, and the backend that told it.
         own_pids: the backends by which this replica tells others.
-        poll_s: what was not heard is found after so long anyhow; there is no need
-            to ask more often whether one still hears.
+        poll_s: events that nobody heard of are found after so long anyhow; so the
+            connection is tried no more often than that, within bounds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Listener:
         self._on_change = on_change
         self._on_news = on_news
         self._own_pids = own_pids
-        self._heartbeat_s = max(HEARTBEAT_MIN_S, poll_s)
+        self._heartbeat_s = max(HEARTBEAT_MIN_S, min(poll_s, HEARTBEAT_MAX_S))
         self._wanted = True
         self._changed = asyncio.Event()
 

@@ -110,7 +110,7 @@ class Recorder:
             await self._newest.written()
 
     def lanes_taken(self) -> None:
-        """There are new ones; their last owner may not have written down how far they are."""
+        """Lanes were taken over; their last owner may not have written down how far they are."""
         self._arrived.set()
 
     def _append(self, entry: Entry) -> None:

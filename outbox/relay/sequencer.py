@@ -51,9 +51,9 @@ WAITING_MAX, CROWD_S = 2, 1.0
 notify for so long: they commit one at a time then, however slow the disk is."""
 ASLEEP_S = 60
 """How far ahead the flag says "may be asleep"; renewed at half of it."""
-WATCH_MIN_S, WATCH_MAX_S, WATCH_SHARE = 0.002, 0.5, 0.2
-"""Between two looks at producers that were in flight: this share of how long they have
-been watched, within bounds.  Who takes a minute to commit can wait a little."""
+WATCH_MIN_S, WATCH_MAX_S, WATCH_SHARE = 0.002, 0.2, 0.2
+"""Between two looks at producers that were in flight: WATCH_SHARE of how long they have
+been watched, within bounds.  Who takes seconds to commit can wait a little."""
 TAKEN_S = 0.05
 """Who finds the cursor row taken looks again after so long: it does not sleep, because
 the flag may say "awake", and what it was woken for may still have to be read."""

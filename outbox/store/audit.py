@@ -49,7 +49,7 @@ wanted AS MATERIALIZED (
 # the cursor passed it.  Ids in open gaps are not sequenced yet.
 # width_bucket finds the batch by binary search; a join would be quadratic.
 # MATERIALIZED, or the batch is worked out anew for every subscription; and the
-# arrays are asked for alone, or every row of a join would carry a copy of them.
+# arrays are scalar subqueries, or every row of a join would carry a copy of them.
 _SEQUENCED = """
 late AS MATERIALIZED (
     SELECT b.batch, generate_series(lower(r), upper(r) - 1) AS id
@@ -101,6 +101,8 @@ CHECKS: tuple[Check, ...] = (
          WHERE o.id >= lower(r) AND o.id < upper(r)
         """,
     ),
+    # Both books are added up rather than joined: the planner cannot know how many rows
+    # there are of either, and a nested loop over them would never end.
     Check(
         "complete",
         "every committed event has one delivery for each endpoint that subscribed to it",
@@ -110,7 +112,8 @@ CHECKS: tuple[Check, ...] = (
                       (SELECT name FROM endpoint e WHERE e.id = endpoint_id))
           FROM (SELECT q.id, s.endpoint_id, q.batch, true AS owed, 0 AS given
                   FROM sequenced q
-                  JOIN wanted s ON s.type = q.type AND s.tenant IS NOT DISTINCT FROM q.tenant
+                  JOIN wanted s ON s.type = q.type
+                   AND coalesce(s.tenant, '') = coalesce(q.tenant, '')
                    AND s.from_batch <= q.batch AND (s.to_batch IS NULL OR q.batch < s.to_batch)
                  WHERE s.filter IS NULL
                     OR (SELECT meets(o.payload, s.filter) FROM outbox o WHERE o.id = q.id)

@@ -31,7 +31,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--trace", action="store_true", help="with --seed: say what happens")
-    parser.add_argument("--seeds", type=int, default=100, help="how many (default: 100)")
+    parser.add_argument("--seeds", type=int, help="how many (default: 100; of a mistake 1000)")
     parser.add_argument("--first", type=int, help="the first of them (default: anywhere)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time")
     parser.add_argument("--mutant", metavar="NAME", help="with this mistake")
@@ -44,8 +44,9 @@ def main() -> int:
     if chosen.seed is not None:
         return _one(chosen.seed, chosen.mutant, print if chosen.trace else None)
     first = random.randrange(10**6) * 1000 if chosen.first is None else chosen.first
-    print(f"{chosen.seeds} seeds from {first} on, {chosen.jobs} at a time", flush=True)
-    seeds = range(first, first + chosen.seeds)
+    count = chosen.seeds or (1000 if chosen.mutants or chosen.mutant else 100)
+    print(f"{count} seeds from {first} on, {chosen.jobs} at a time", flush=True)
+    seeds = range(first, first + count)
     if chosen.mutants:
         return _mutants(seeds, chosen.jobs)
     return _many(seeds, chosen.jobs, chosen.mutant)
@@ -80,24 +81,26 @@ def _many(seeds: range, jobs: int, mutant: str | None) -> int:
             )
 
     shown = [0]
-    found = hunt.totals(seeds, jobs, mutant, on_result=progress, stop_at_first=mutant is not None)
+    found = hunt.totals(seeds, jobs, mutant, on_result=progress, until_caught=mutant is not None)
     print(
         f"{found.seeds} virtual hours in {found.seconds:.0f} s: {found.events} events, "
         f"{found.requests} requests ({found.duplicates} duplicates), {found.faults} faults, "
         f"{found.take_overs} changes of hands, {found.statements} statements, "
         f"{found.steps} steps; {len(found.bad)} with a violation"
     )
+    if mutant is not None:
+        return any(result.caught for result in found.bad)
     return bool(found.bad)
 
 
 def _mutants(seeds: range, jobs: int) -> int:
     missed = 0
     for name in MUTANTS:
-        found = hunt.totals(seeds, jobs, name, stop_at_first=True)
-        if found.bad:
-            first = min(found.bad, key=lambda result: result.seed)
-            what = str(first.violations[0]).partition("\n")[0]
-            print(f"{name}: seed {first.seed} ({found.seconds:.0f} s): {what[:150]}", flush=True)
+        found = hunt.totals(seeds, jobs, name, until_caught=True)
+        caught = next((result for result in found.bad if result.caught), None)
+        if caught is not None:
+            what = next(str(v) for v in caught.violations if v.rule != "relay")
+            print(f"{name}: seed {caught.seed} ({found.seconds:.0f} s): {what[:150]}", flush=True)
         else:
             missed += 1
             print(f"{name}: NOT CAUGHT in {found.seeds} seeds", flush=True)

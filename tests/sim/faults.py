@@ -210,9 +210,10 @@ class Faults:
             receiver.hanging_until = now + late_s + gone_s
 
         def go() -> None:
-            network.stalled_until = sim.world.now + gone_s
+            if not sim.settling:
+                network.stalled_until = sim.world.now + gone_s
 
-        sim.heal(late_s + 0.1, go)
+        sim.world.after(late_s + 0.1, None, go)
         return f"{relay.name} hears late for {late_s:.1f} s, then nothing for {gone_s:.1f} s"
 
     def shift_the_clock(self) -> str:

@@ -123,7 +123,7 @@ def totals(
     mutant: str | None = None,
     *,
     on_result: Callable[[Totals], None] = lambda _: None,
-    stop_at_first: bool = False,
+    until_caught: bool = False,
 ) -> Totals:
     """Everything that a hunt went through."""
     started = time.monotonic()
@@ -132,6 +132,6 @@ def totals(
         found.add(result)
         found.seconds = time.monotonic() - started
         on_result(found)
-        if found.bad and stop_at_first:
+        if until_caught and result.caught:
             break
     return found

@@ -29,34 +29,36 @@ class Operator:
     def __init__(self, simulation: Simulation, rng: random.Random) -> None:
         self._sim = simulation
         self._rng = rng
-        self._asked = asyncio.Event()
+        self._asked = asyncio.Semaphore(0)
 
     async def run(self) -> None:
         """Act whenever asked to."""
         while True:
-            await self._asked.wait()
-            self._asked.clear()
+            await self._asked.acquire()
             # While the event is read, sequenced or sent, or some time later.
             await asyncio.sleep(self._rng.choice((0.002, 0.02, 60.0)) * self._rng.random())
             await self._act()
 
     def act_soon(self, _: str) -> None:
         """Something happens that a person could interfere with."""
-        self._sim.people.loop.call_soon(self._asked.set)
+        self._sim.people.loop.call_soon(self._asked.release)
 
     async def settle(self) -> None:
         """Let everything go on: nothing may be left to wait for a person."""
+        db = self._sim.database
         while True:
             await asyncio.sleep(5)
-            for endpoint in list(self._sim.database.endpoint.rows.values()):
+            for endpoint in list(db.endpoint.rows.values()):
                 state, name = endpoint["state"], endpoint["name"]
                 if state == "disabled":
                     await self._try(endpoint_states.enable, name)
                 blocked = any(
-                    self._sim.database.lane.rows[b]["endpoint_id"] == endpoint["id"]
-                    for b in self._sim.database.lane_block.rows
+                    db.lane.rows[b]["endpoint_id"] == endpoint["id"] for b in db.lane_block.rows
                 )
-                if state == "paused" or (state == "active" and blocked):
+                # A clock that went back makes a receiver's "in a minute" an hour.
+                rest_until = db.endpoint_health.rows[endpoint["id"]]["held_until"]
+                asked_to_rest = rest_until is not None and rest_until.timestamp() > db.wall() + 60
+                if state == "paused" or (state == "active" and (blocked or asked_to_rest)):
                     await self._try(endpoint_states.resume, [name])
 
     async def _act(self) -> None:

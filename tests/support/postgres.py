@@ -94,7 +94,7 @@ class Server:
 
     Args:
         on_disk: not in memory, even if there is room.
-        directory: neither: there.
+        directory: where to put it, whatever `on_disk` says.
     """
 
     def __init__(

@@ -48,9 +48,8 @@ def small_disk(megabytes: int) -> Iterator[SmallDisk]:
     with tempfile.TemporaryDirectory(prefix="small-disk-") as name:
         options = f"size={megabytes}m,mode=0711"
         mount = ["mount", "-t", "tmpfs", "-o", options, "outbox-test", name]
-        subprocess.run(mount, check=True, capture_output=True)
+        subprocess.run(mount, check=True, capture_output=True, timeout=10)
         try:
-            Path(name).chmod(0o711)
             yield SmallDisk(Path(name))
         finally:
             subprocess.run(["umount", "--lazy", name], check=True, capture_output=True)
