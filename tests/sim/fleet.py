@@ -150,7 +150,9 @@ class Fleet:
     def _expect_take_over(self, relay: Process) -> None:
         """If the others are well, they soon own what it owned."""
         others = [r for r in self.relays.values() if not r.dead and r is not relay]
-        limit_s = TAKE_OVER_LEASES * self.settings.lease_s + 2
+        # A renewal that is on its way still counts when it arrives.
+        silent_at = self.database.stalled_until(relay.name)
+        limit_s = silent_at - self.world.now + TAKE_OVER_LEASES * self.settings.lease_s + 2
         if not others or not all(self._well(r) for r in others):
             return
         rows = list(self.database.ownership.rows.values())

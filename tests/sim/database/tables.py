@@ -210,6 +210,12 @@ class Database(Engine):
         """The way from this process."""
         return self.networks.setdefault(process, Network())
 
+    def stalled_until(self, process: str) -> float:
+        """When all that this process has said is heard and done."""
+        own = (c.backend for c in self.connections if c.process.name == process)
+        stalls = [b.stalled_until for b in own if b is not None and b.alive]
+        return max(self.world.now, self.network_of(process).stalled_until, *stalls)
+
     def network_s(self, process: str, *, answers: bool = False) -> float:
         """How long a message of this process, or to it, is on its way from now on."""
         network = self.network_of(process)
