@@ -6,6 +6,7 @@ Left out where no file system can be mounted.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -81,16 +82,14 @@ async def test_no_room_for_rows_is_waited_out(
     assert all("\n" not in str(each.get("reason")) for each in logs)
 
 
-async def _crash(database: Database) -> None:
-    """Write until the server ends itself, because its log finds no room."""
-    while database.server.embedded.running:
-        try:
-            async with asyncio.timeout(5), database.connection() as connection:
-                while True:
-                    await connection.execute("SELECT pg_logical_emit_message(true, '', 'x')")
-                    await connection.execute("SELECT pg_switch_wal()")
-        except TROUBLE:
-            await asyncio.sleep(0.1)
+async def _crashed(database: Database) -> bool:
+    """Write until something breaks; whether the server has ended itself."""
+    with suppress(*TROUBLE):
+        async with asyncio.timeout(5), database.connection() as connection:
+            while True:
+                await connection.execute("SELECT pg_logical_emit_message(true, '', 'x')")
+                await connection.execute("SELECT pg_switch_wal()")
+    return not database.server.embedded.running
 
 
 async def test_no_room_for_the_servers_log_is_waited_out(
@@ -103,8 +102,7 @@ async def test_no_room_for_the_servers_log_is_waited_out(
         async with load.running():
             await load.arrives()
             disk.fill()
-            async with asyncio.timeout(60):
-                await _crash(database)
+            await until(lambda: _crashed(database), 60, "the server to end itself")
             disk.free()
             await asyncio.to_thread(database.server.embedded.start)
             await load.arrives()
