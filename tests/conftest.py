@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
+from structlog.testing import capture_logs
 
 from outbox.embedded import available
 from outbox.errors import CannotRun
@@ -27,7 +28,7 @@ from tests.support.postgres import Database, Server
 from tests.support.small_disk import may_mount
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Generator, Iterator
+    from collections.abc import AsyncIterator, Callable, Generator, Iterator, MutableMapping
 
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=False)
 hypothesis.settings.register_profile(
@@ -178,6 +179,13 @@ def seed(request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> random.Random:
     """A generator seeded with `seed`, the same for every test."""
     return random.Random(seed)
+
+
+@pytest.fixture
+def logs() -> Iterator[list[MutableMapping[str, Any]]]:
+    """What is logged from now on."""
+    with capture_logs() as captured:
+        yield captured
 
 
 @pytest.fixture

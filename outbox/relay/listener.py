@@ -52,7 +52,7 @@ class Listener:
         on_change: Callable[[], None],
         on_news: Callable[[str, int], None],
         own_pids: Collection[int],
-        poll_s: float = 0.0,
+        poll_s: float,
     ) -> None:
         self._connect = connect
         self._schema = schema

@@ -6,7 +6,6 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from structlog.testing import capture_logs
 
 from outbox.errors import CursorBroken
 from outbox.relay import sequencer as sequencer_module
@@ -17,8 +16,6 @@ from tests.support.sleeper import sleeper
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from asyncpg import Connection
 
     from tests.support.postgres import Database
@@ -38,12 +35,6 @@ async def database(database: Database) -> Database:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken sequence is looked at again soon."""
     monkeypatch.setattr(sequencer_module, "BROKEN_RETRY_S", 0.02)
-
-
-@pytest.fixture
-def logs() -> Iterator[list[dict[str, str]]]:
-    with capture_logs() as logs:
-        yield logs
 
 
 async def _copy_with_id(connection: Connection, own_id: int) -> None:

@@ -9,9 +9,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from structlog.testing import capture_logs
 
-from tests.support.load import Load, Sickly
+from tests.support.load import loaded
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -23,7 +22,7 @@ from tests.support.tcp import Lines, through_lines
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, MutableMapping
+    from collections.abc import Mapping, MutableMapping
 
     from outbox.core.answer import Answer
     from tests.support.postgres import Database
@@ -43,25 +42,11 @@ def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
 
 
-@pytest.fixture
-def logs() -> Iterator[Logs]:
-    """What the relay says, from now on."""
-    with capture_logs() as captured:
-        yield captured
-
-
 def reasons(logs: Logs, event: str = LOST) -> list[str]:
     """Why, each time; in one line.  A lease of a second is also lost by a busy machine."""
     found = [str(each["reason"]) for each in logs if each["event"] == event]
     assert all(each and "\n" not in each for each in found), found
     return [each for each in found if "the lease ran out" not in each]
-
-
-async def _loaded(database: Database, **options: Any) -> tuple[Load, Sickly]:
-    load, sickly = Load(database), Sickly()
-    load.network.script = sickly
-    await sickly.add(database, lanes=3, **options)
-    return load, sickly
 
 
 # --------------------------------------------------------- lost connections
@@ -72,7 +57,7 @@ async def test_a_server_that_is_started_anew_under_load(
     private_database: Database, logs: Logs, immediate: bool
 ) -> None:
     database = private_database
-    load, sickly = await _loaded(database)
+    load, sickly = await loaded(database)
     async with running(database, load.network):
         async with load.running():
             for _ in range(2):
@@ -102,7 +87,7 @@ SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 async def test_a_backend_that_is_terminated_under_load(
     database: Database, logs: Logs, kind: str
 ) -> None:
-    load, sickly = await _loaded(database)
+    load, sickly = await loaded(database)
     async with running(database, load.network):
         async with load.running():
             await load.arrives()
@@ -131,7 +116,7 @@ def _closed(logs: Logs) -> int:
 async def test_losing_the_connection_that_listens_disturbs_nobody(
     database: Database, logs: Logs
 ) -> None:
-    load, sickly = await _loaded(database)
+    load, sickly = await loaded(database)
     async with running(database, load.network, poll_s=1.0):
         async with load.running():
             for n in range(3):
@@ -208,7 +193,7 @@ SAYS = {
 async def test_a_database_out_of_reach(
     database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs, kind: str
 ) -> None:
-    load, sickly = await _loaded(database)
+    load, sickly = await loaded(database)
     hold, held = asyncio.Event(), []
     loop = asyncio.get_running_loop()
     times: list[float] = []
@@ -270,7 +255,7 @@ async def test_connections_that_are_not_to_be_had(
     database: Database, logs: Logs, limit: int
 ) -> None:
     dsn = await _role(database, "limited")
-    load, sickly = await _loaded(database)
+    load, sickly = await loaded(database)
     async with running(database, load.network, dsn=dsn):
         async with load.running():
             await load.arrives()
@@ -329,7 +314,7 @@ async def test_a_right_that_is_missing_for_a_while(
                GRANT ALL ON ALL SEQUENCES IN SCHEMA relay TO plain;
                GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA relay TO plain"""
         )
-    load, sickly = await _loaded(database)
+    load, sickly = await loaded(database)
     dsn = database.server.embedded.dsn(database.name, user="plain")
     denied = f"permission denied for table {table}"
     async with running(database, load.network, dsn=dsn):

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 import pytest
-from structlog.testing import capture_logs
 
 from outbox.store.connect import TROUBLE
-from tests.support.load import Load, Sickly
+from tests.support.load import loaded
 from tests.support.postgres import Server
 from tests.support.relay import publish, running
 from tests.support.small_disk import small_disk
@@ -51,13 +50,6 @@ async def database(disk: SmallDisk, pg_major: int) -> AsyncIterator[Database]:
             disk.free()
 
 
-@pytest.fixture
-def logs() -> Iterator[Logs]:
-    """What the relay says, from now on."""
-    with capture_logs() as captured:
-        yield captured
-
-
 def says_full(logs: Logs) -> bool:
     return any(FULL in str(each.get("reason")) for each in logs)
 
@@ -65,9 +57,7 @@ def says_full(logs: Logs) -> bool:
 async def test_no_room_for_rows_is_waited_out(
     database: Database, disk: SmallDisk, logs: Logs
 ) -> None:
-    load, sickly = Load(database), Sickly()
-    load.network.script = sickly
-    await sickly.add(database, lanes=3)
+    load, sickly = await loaded(database)
     async with running(database, load.network):
         async with load.running():
             await load.arrives()
@@ -95,9 +85,7 @@ async def _crashed(database: Database) -> bool:
 async def test_no_room_for_the_servers_log_is_waited_out(
     database: Database, disk: SmallDisk, logs: Logs
 ) -> None:
-    load, sickly = Load(database), Sickly()
-    load.network.script = sickly
-    await sickly.add(database, lanes=3)
+    load, sickly = await loaded(database)
     async with running(database, load.network):
         async with load.running():
             await load.arrives()

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.watchdog import LOOK_MAX_S, Watchdog
-from tests.support.load import Load, Sickly
+from tests.support.load import loaded
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -27,7 +27,7 @@ from tests.support.virtual_time import run_virtual
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
     from pathlib import Path
 
     from tests.support.postgres import Database
@@ -51,13 +51,6 @@ def sockets(database: Database) -> Path:
     return database.server.embedded.socket_dir
 
 
-@pytest.fixture
-def logs() -> Iterator[list[Any]]:
-    """What the relay says, from now on."""
-    with capture_logs() as captured:
-        yield captured
-
-
 def given_up(logs: list[Any]) -> bool:
     """Whether a connection was taken for one that hangs.  A lease of a second may be
     lost on a busy machine; that is something else."""
@@ -73,9 +66,7 @@ async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
         event, says = "listening was interrupted", "TimeoutError"
     elif which == "renewal":
         says = "the lease ran out"
-    load = Load(database)
-    load.network.script = sickly = Sickly()
-    await sickly.add(database, lanes=3)
+    load, sickly = await loaded(database)
     loop = asyncio.get_running_loop()
     with capture_logs() as logs:
         async with (

@@ -106,7 +106,7 @@ async def test_only_who_sequences_is_woken_by_producers(database: Database) -> N
     bell = Bell()
     changes: list[None] = []
     listener = Listener(
-        database.connect, "relay", bell, lambda: changes.append(None), lambda *_: None, []
+        database.connect, "relay", bell, lambda: changes.append(None), lambda *_: None, [], 1.0
     )
     listener.hear_producers(wanted=False)
     task = asyncio.create_task(listener.run())

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from outbox.errors import CannotRun
 from outbox.store.partitions import PARENTS, PartitionStore
-from tests.support.load import Load, Sickly
+from tests.support.load import loaded
 from tests.support.pgbouncer import PgBouncer, find_the_schema, pgbouncer
 from tests.support.process import outbox as command
 from tests.support.relay import (
@@ -53,9 +53,7 @@ async def test_whatever_happens_to_the_proxy_nothing_is_lost(
     monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
     await find_the_schema(database)
-    load = Load(database)
-    load.network.script = sickly = Sickly()
-    await sickly.add(database, lanes=3)
+    load, sickly = await loaded(database)
     async with pgbouncer(database, pool_size=4, server_lifetime_s=1) as proxy:
         async with (
             running(database, load.network, **through(proxy)),

@@ -160,3 +160,11 @@ class Sickly:
         await add_endpoint(database, "sick", types=["sick.*"], retry=retry)
         await fetchval(database, "UPDATE endpoint SET backlog_age_max_s = 3600 WHERE name = 'sick'")
         await publish(database, 0, type="sick.event")
+
+
+async def loaded(database: Database, **options: Any) -> tuple[Load, Sickly]:
+    """A load for receivers that are sick, and these (options of their endpoint)."""
+    load, sickly = Load(database), Sickly()
+    load.network.script = sickly
+    await sickly.add(database, lanes=3, **options)
+    return load, sickly

@@ -162,6 +162,7 @@ async def sleeper(
                 sequencer.look,
                 lambda *_: None,
                 [connection.get_server_pid()],
+                poll_s,
             )
             listening = tasks.create_task(listener.run())
         running = this[0].task = tasks.create_task(sequencer.run())
