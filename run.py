@@ -41,8 +41,8 @@ CHECKS = (
     ("mypy",),
     ("lint-imports",),
     ("python -m tests.sim", "--seeds", "300"),
-    # Four at a time even on two cores: half of their time tests wait.
-    ("pytest", "-n", "4"),
+    # Three at a time even on two cores: tests wait a good part of their time.
+    ("pytest", "-n", "3"),
 )
 
 OK, FAILED, USAGE, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 3, 130

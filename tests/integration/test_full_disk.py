@@ -6,7 +6,6 @@ Left out where no file system can be mounted.
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -73,13 +72,16 @@ async def test_no_room_for_rows_is_waited_out(
 
 
 async def _crashed(database: Database) -> bool:
-    """Write until something breaks; whether the server has ended itself."""
-    with suppress(*TROUBLE):
+    """Write until something breaks; whether the server has ended, or cannot recover."""
+    try:
         async with asyncio.timeout(5), database.connection() as connection:
             while True:
                 await connection.execute("SELECT pg_logical_emit_message(true, '', 'x')")
                 await connection.execute("SELECT pg_switch_wal()")
-    return not database.server.embedded.running
+    except (asyncpg.CannotConnectNowError, ConnectionError, FileNotFoundError):
+        return True
+    except TROUBLE:
+        return not database.server.embedded.running
 
 
 async def test_no_room_for_the_servers_log_is_waited_out(
@@ -90,9 +92,9 @@ async def test_no_room_for_the_servers_log_is_waited_out(
         async with load.running():
             await load.arrives()
             disk.fill()
-            await until(lambda: _crashed(database), 60, "the server to end itself")
+            await until(lambda: _crashed(database), 60, "the server to crash")
             disk.free()
-            await asyncio.to_thread(database.server.embedded.start)
+            await asyncio.to_thread(database.server.embedded.restart, immediate=True)
             await load.arrives()
         sickly.cured = True
         await load.check()
