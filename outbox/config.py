@@ -83,7 +83,7 @@ class Settings(BaseModel):
         default=15.0,
         ge=0,
         le=600,
-        description="After SIGTERM, requests under way may take so long to end (seconds).",
+        description="SIGTERM ends the relay within so long, whatever is under way (seconds).",
     )
     poll_s: float = Field(
         default=1.0,

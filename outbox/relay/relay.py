@@ -96,6 +96,9 @@ class Relay:
             else:
                 break
             replica_id = session.replica_id
+            if self._stop.is_set():
+                log.warning("others take over when the lease has ended", reason=reason)
+                break
             if asyncio.get_running_loop().time() - started_at > RETRY_MAX_S:
                 delay_s = RETRY_MIN_S
             log.warning("the session was lost", reason=reason, retry_s=round(delay_s, 1))

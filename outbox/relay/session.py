@@ -8,7 +8,8 @@ half-alive replica.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -48,8 +49,26 @@ log = structlog.get_logger("outbox.relay")
 
 REGISTER_S = 30.0
 """Time to register, on top of a lease in which another session may be in the way."""
+QUIET_SHARE, HAND_OVER_MIN_S = 0.8, 1.0
+"""Of the time to stop, for requests in flight; the rest, and in all not less than so
+many seconds, is for handing over to a database that may take its time."""
 CLOCK_JUMP_S = 1.0
 """What the database's clock may move by without a word; timers are as late as that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """A replica that has just been registered, and its connections."""
+
+    replica_id: int
+    timeline: int | None
+    """The server's; None: it does not say."""
+    control: Worker
+    others: tuple[Worker, ...]
+    said: float
+    """The database's clock, when it was registered."""
+    started_at: float
+    """Our own clock, before it was asked to."""
 
 
 class Session:
@@ -81,6 +100,7 @@ class Session:
         self._name = name
         self._version = version
         self.replica_id = predecessor
+        self._open: list[Worker] = []
         # Set when a connection was closed, whoever did it.
         self._closed = asyncio.Event()
         self._listening = settings.notify and not settings.pooled
@@ -93,167 +113,219 @@ class Session:
                 session is over for another reason.
             OutboxError: the database cannot be used.
         """
+        try:
+            registered = await self._register_unless(stop)
+            if registered is not None:
+                await self._work(registered, stop)
+                self.replica_id = None
+        finally:
+            self._cut()
+
+    async def _work(self, registered: _Registered, stop: asyncio.Event) -> None:
         settings, clock = self._settings, self._clock
         lease = Lease(settings.lease_s)
 
         def lease_left_s() -> float:
             return lease.left_s(clock())
 
-        async with AsyncExitStack() as stack:
-            control = await self._connect(stack, "outbox-relay")
-            with answering(control, settings.lease_s + REGISTER_S, "register a replica"):
-                await require_current(control, settings.schema_name)
-                # Before anything is written: if a proxy leads us elsewhere after this,
-                # the fence says so.
-                here = await timeline.read(control)
-                replicas = ReplicaStore(control, here)
-                if (was := self.replica_id) is not None:
-                    actor = f"replica {was}"
-                    await replicas.bury(was, actor, settings.lease_s, called=self._name)
-                me = self.replica_id = await replicas.reserve()
-            own_name = application_name(me)
-            connections = [await self._connect(stack, own_name) for _ in range(6)]
-            for_cursor, for_renewal, for_reader, for_records, for_care, for_upkeep = connections
-            # A proxy's backends are everybody's.  Otherwise all of them: whoever hangs
-            # may still hold a lock, such as the maintainer's.
-            pids = [] if settings.pooled else [c.get_server_pid() for c in connections]
-            with answering(control, settings.lease_s, "register a replica"):
-                # When everything is there that it takes to renew the lease in time.
-                started_at = clock()
-                said = await replicas.register(
-                    me, self._name, self._version, settings.lease_s, pids
-                )
-            lease.renewed(started_at)
-            time = DatabaseClock(said, started_at, clock())
+        me, here, control = registered.replica_id, registered.timeline, registered.control
+        for_cursor, for_renewal, for_reader, for_records, for_care, for_upkeep = registered.others
+        replicas = ReplicaStore(control, here)
+        lease.renewed(registered.started_at)
+        time = DatabaseClock(registered.said, registered.started_at, clock())
 
-            def now() -> float:
-                return time.now(clock())
+        def now() -> float:
+            return time.now(clock())
 
-            def hear_time(said: float, asked_at: float, answered_at: float) -> None:
-                moved_s = time.heard(said, asked_at, answered_at)
-                if abs(moved_s) >= CLOCK_JUMP_S:
-                    log.warning("the database's clock jumped", by_s=round(moved_s, 3))
-                    dispatcher.clock_jumped()
+        def hear_time(said: float, asked_at: float, answered_at: float) -> None:
+            moved_s = time.heard(said, asked_at, answered_at)
+            if abs(moved_s) >= CLOCK_JUMP_S:
+                log.warning("the database's clock jumped", by_s=round(moved_s, 3))
+                dispatcher.clock_jumped()
 
-            log.info("replica registered", replica=me, lease_s=settings.lease_s)
+        log.info("replica registered", replica=me, lease_s=settings.lease_s)
 
-            events, health = Bell(), Bell()
-            recorder = Recorder(
-                RecordStore(for_records, me, here),
-                settings.ack_group_ms / 1000,
-                lease_left_s,
-                lambda: dispatcher.lanes(),
-            )
-            dispatcher = Dispatcher(
-                LaneStore(for_reader),
-                recorder,
-                self._transport,
-                lease_left_s,
-                settings.in_flight_max,
-                on_quiet=lambda: ownership.look(),
-                on_health=health.ring,
-                now=now,
-                rng=self._rng,
-            )
-            ownership = Ownership(
-                replicas,
-                LaneStore(control),
-                dispatcher,
-                recorder,
-                me,
-                lease,
-                tell_others=lambda: control.execute(WAKE_ALL),
-                tell_news=lambda: control.execute(WAKE_OWNERS, LATER),
-                clock=clock,
-            )
-            sequencer = Sequencer(
-                CursorStore(for_cursor, here),
-                me,
-                settings,
-                events,
-                ownership.sequenced,
-                notified=self._listening,
-                wants=dispatcher.wants,
-                tells=ownership.tells,
-                on_lead=lambda leads: listener.hear_producers(wanted=leads),
-            )
+        events, health = Bell(), Bell()
+        recorder = Recorder(
+            RecordStore(for_records, me, here),
+            settings.ack_group_ms / 1000,
+            lease_left_s,
+            lambda: dispatcher.lanes(),
+        )
+        dispatcher = Dispatcher(
+            LaneStore(for_reader),
+            recorder,
+            self._transport,
+            lease_left_s,
+            settings.in_flight_max,
+            on_quiet=lambda: ownership.look(),
+            on_health=health.ring,
+            now=now,
+            rng=self._rng,
+        )
+        ownership = Ownership(
+            replicas,
+            LaneStore(control),
+            dispatcher,
+            recorder,
+            me,
+            lease,
+            tell_others=lambda: control.execute(WAKE_ALL),
+            tell_news=lambda: control.execute(WAKE_OWNERS, LATER),
+            clock=clock,
+        )
+        sequencer = Sequencer(
+            CursorStore(for_cursor, here),
+            me,
+            settings,
+            events,
+            ownership.sequenced,
+            notified=self._listening,
+            wants=dispatcher.wants,
+            tells=ownership.tells,
+            on_lead=lambda leads: listener.hear_producers(wanted=leads),
+        )
 
-            def look_at_changes() -> None:
-                ownership.look()
-                sequencer.look()
+        def look_at_changes() -> None:
+            ownership.look()
+            sequencer.look()
 
-            listener = Listener(
-                lambda: self._connections.listener(me),
-                settings.schema_name,
-                events,
-                look_at_changes,
-                ownership.hear,
-                [for_cursor.get_server_pid(), control.get_server_pid()],
-                settings.poll_s,
-            )
-            watchdog = Watchdog(
-                {
-                    "ownership": control,
-                    "sequencing": for_cursor,
-                    "reading": for_reader,
-                    "recording": for_records,
-                    "care": for_care,
-                    "upkeep": for_upkeep,
-                },
-                self._connections.working,
-                settings.lease_s,
-            )
-            care = Caretaker(
-                CareStore(for_care, settings.schema_name, me, here), dispatcher, health, now
-            )
+        listener = Listener(
+            lambda: self._connections.listener(me),
+            settings.schema_name,
+            events,
+            look_at_changes,
+            ownership.hear,
+            [for_cursor.get_server_pid(), control.get_server_pid()],
+            settings.poll_s,
+        )
+        watchdog = Watchdog(
+            {
+                "ownership": control,
+                "sequencing": for_cursor,
+                "reading": for_reader,
+                "recording": for_records,
+                "care": for_care,
+                "upkeep": for_upkeep,
+            },
+            self._connections.working,
+            settings.lease_s,
+        )
+        care = Caretaker(
+            CareStore(for_care, settings.schema_name, me, here), dispatcher, health, now
+        )
+        async with asyncio.TaskGroup() as tasks:
+            cut = tasks.create_task(self._cut_at_the_end())
+            delivering = tasks.create_task(dispatcher.run())
+            background = [
+                tasks.create_task(self._notice_an_end()),
+                tasks.create_task(watchdog.run()),
+                tasks.create_task(
+                    keep_lease(ReplicaStore(for_renewal, here), me, lease, clock, hear_time)
+                ),
+                tasks.create_task(recorder.run()),
+                tasks.create_task(care.run()),
+                tasks.create_task(maintain(PartitionStore(for_upkeep, pooled=settings.pooled))),
+            ]
+            if self._listening:
+                background.append(tasks.create_task(listener.run()))
+            working = [
+                tasks.create_task(ownership.run()),
+                tasks.create_task(sequencer.run()),
+            ]
+            await stop.wait()
+            log.info("draining", at_most_s=settings.drain_s)
+            loop = asyncio.get_running_loop()
+            quiet_by = loop.time() + settings.drain_s * QUIET_SHARE
+            stopped_by = loop.time() + max(settings.drain_s, HAND_OVER_MIN_S)
+            # Not by cancelling, which would wait for transactions to be rolled back.
+            too_late = loop.call_at(stopped_by, self._cut)
+            dispatcher.stop(e.id for e in dispatcher.endpoints())
+            ownership.stop()
+            sequencer.stop()
+            await asyncio.wait(working)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(quiet_by):
+                    await ownership.quiet()
+            # What is still in flight is closed before anybody else may send it.
+            delivering.cancel()
+            await asyncio.wait([delivering])
+            await recorder.flushed()
+            await recorder.checkpoint()
+            await sequencer.leave()
+            await replicas.leave(me, f"replica {me}")
+            await control.execute(WAKE_ALL)
+            too_late.cancel()
+            for task in background:
+                task.cancel()
+            await asyncio.wait(background, timeout=max(stopped_by - loop.time(), 0.0))
+            cut.cancel()
+
+    async def _register_unless(self, stop: asyncio.Event) -> _Registered | None:
+        """Connect and register; None if `stop` is set first, whoever is waited for."""
+
+        async def cut_when_told() -> None:
+            await stop.wait()
+            self._cut()
+            raise _ToldToStop
+
+        try:
             async with asyncio.TaskGroup() as tasks:
-                cut = tasks.create_task(_cut_at_the_end(control, *connections))
-                delivering = tasks.create_task(dispatcher.run())
-                background = [
-                    tasks.create_task(self._notice_an_end()),
-                    tasks.create_task(watchdog.run()),
-                    tasks.create_task(
-                        keep_lease(ReplicaStore(for_renewal, here), me, lease, clock, hear_time)
-                    ),
-                    tasks.create_task(recorder.run()),
-                    tasks.create_task(care.run()),
-                    tasks.create_task(maintain(PartitionStore(for_upkeep, pooled=settings.pooled))),
-                ]
-                if self._listening:
-                    background.append(tasks.create_task(listener.run()))
-                working = [
-                    tasks.create_task(ownership.run()),
-                    tasks.create_task(sequencer.run()),
-                ]
-                await stop.wait()
-                log.info("draining", at_most_s=settings.drain_s)
-                dispatcher.stop(e.id for e in dispatcher.endpoints())
-                ownership.stop()
-                sequencer.stop()
-                await asyncio.wait(working)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(settings.drain_s):
-                        await ownership.quiet()
-                # What is still in flight is closed before anybody else may send it.
-                delivering.cancel()
-                await asyncio.wait([delivering])
-                await recorder.flushed()
-                await recorder.checkpoint()
-                await sequencer.leave()
-                await replicas.leave(me, f"replica {me}")
-                await control.execute(WAKE_ALL)
-                for task in background:
-                    task.cancel()
-                await asyncio.wait(background, timeout=settings.lease_s)
-                cut.cancel()
-            self.replica_id = None
+                cutting = tasks.create_task(cut_when_told())
+                registered = await self._register()
+                cutting.cancel()
+        except ExceptionGroup:
+            # Whatever comes of a registration that was broken off.
+            if not stop.is_set():
+                raise
+            return None
+        return registered
 
-    async def _connect(self, stack: AsyncExitStack, name: str) -> Worker:
+    async def _register(self) -> _Registered:
+        settings, clock = self._settings, self._clock
+        control = await self._connect("outbox-relay")
+        with answering(control, settings.lease_s + REGISTER_S, "register a replica"):
+            await require_current(control, settings.schema_name)
+            # Before anything is written: if a proxy leads us elsewhere after this,
+            # the fence says so.
+            here = await timeline.read(control)
+            replicas = ReplicaStore(control, here)
+            if (was := self.replica_id) is not None:
+                actor = f"replica {was}"
+                await replicas.bury(was, actor, settings.lease_s, called=self._name)
+            me = self.replica_id = await replicas.reserve()
+        own_name = application_name(me)
+        others = [await self._connect(own_name) for _ in range(6)]
+        # A proxy's backends are everybody's.  Otherwise all of them: whoever hangs
+        # may still hold a lock, such as the maintainer's.
+        pids = [] if settings.pooled else [c.get_server_pid() for c in others]
+        with answering(control, settings.lease_s, "register a replica"):
+            # When everything is there that it takes to renew the lease in time.
+            started_at = clock()
+            said = await replicas.register(me, self._name, self._version, settings.lease_s, pids)
+        return _Registered(me, here, control, tuple(others), said, started_at)
+
+    async def _connect(self, name: str) -> Worker:
         connection = await self._connections.worker(name)
-        # Not closed politely: after a failure that could wait for ever.
-        stack.callback(connection.terminate)
+        self._open.append(connection)
         connection.add_termination_listener(lambda _: self._closed.set())
         return connection
+
+    def _cut(self) -> None:
+        """End every connection, and not politely: that could wait for ever."""
+        for connection in self._open:
+            connection.terminate()
+
+    async def _cut_at_the_end(self) -> None:
+        """Cut all connections as soon as the work ends.
+
+        Whoever is cancelled inside a transaction rolls it back and waits for the
+        answer, which never comes from a server that cannot be reached.
+        """
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._cut()
 
     async def _notice_an_end(self) -> None:
         """End the session when one of its connections has ended.
@@ -265,14 +337,5 @@ class Session:
         raise ConnectionResetError("a connection to the database was closed")
 
 
-async def _cut_at_the_end(*connections: Worker) -> None:
-    """Cut connections as soon as the session ends.
-
-    Whoever is cancelled inside a transaction rolls it back and waits for the
-    answer, which never comes from a server that cannot be reached.
-    """
-    try:
-        await asyncio.Event().wait()
-    finally:
-        for connection in connections:
-            connection.terminate()
+class _ToldToStop(Exception):
+    """Ends a registration that is under way."""

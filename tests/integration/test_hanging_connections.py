@@ -223,6 +223,40 @@ async def test_a_database_that_does_not_let_a_replica_register_is_asked_again(
             await until(lambda: 2 in network.data(), 20, "the relay to go on")
 
 
+@pytest.mark.parametrize("table", ["lane_progress", "cursor"])
+async def test_a_stop_does_not_wait_for_a_database_that_holds_it_up(
+    database: Database, table: str
+) -> None:
+    """The server is at work all the while, as far as anybody can see."""
+    await add_endpoint(database)
+    network = Network()
+    async with (
+        database.connection() as operator,
+        operator.transaction(),
+        asyncio.timeout(30),
+        running(database, network, drain_s=1.0),
+    ):
+        await publish(database, 1)
+        await until(lambda: network.accepted)
+        await operator.execute(f"LOCK relay.{table} IN ACCESS EXCLUSIVE MODE")
+    async with running(database, network):
+        await publish(database, 2)
+        await until(lambda: 2 in network.data(), 20, "another relay to take over")
+        await all_ended(database)
+    assert await exceptions(database) == {}
+
+
+async def test_a_stop_does_not_wait_for_a_database_that_lets_nobody_register(
+    database: Database,
+) -> None:
+    async with database.connection() as operator, operator.transaction():
+        await operator.execute("LOCK relay.replica IN ACCESS EXCLUSIVE MODE")
+        async with asyncio.timeout(20), running(database, Network(), lease_s=60, drain_s=1.0):
+            waiting = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock')"
+            await until(lambda: fetchval(database, waiting))
+    assert await fetchval(database, "SELECT count(*) FROM replica") == 0
+
+
 # ---------------------------------------------------------------- the watchdog
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
+from outbox.relay.session import HAND_OVER_MIN_S
 from outbox.store.backends import working
 from outbox.store.replicas import listener_name
 from tests.sim.books import Violation
@@ -87,6 +88,8 @@ class Fleet:
         self._rng = rng
         self._tell = tell
         self._running: dict[str, tuple[Relay, asyncio.Task[Any]]] = {}
+        # When they went on after a SIGSTOP.
+        self._thawed_at: dict[Process, float] = {}
         # When one that ends by itself is started again, apart from a second.
         self._back_s: dict[str, float] = {}
         self._unwell_until: dict[str, float] = {}
@@ -141,6 +144,7 @@ class Fleet:
             if not relay.dead:
                 self._tell(f"{relay.name} goes on")
                 relay.thaw()
+                self._thawed_at[relay] = self.world.now
                 self.world.after(0.1, None, self.checker.thawed, relay)
 
         self.world.after(for_s, None, thaw)
@@ -174,17 +178,25 @@ class Fleet:
         return not relay.dead and self._unwell_until.get(relay.name, 0.0) < self.world.now
 
     def stop(self, relay: Process, back_s: float) -> None:
-        """SIGTERM; and SIGKILL if it is still there after a while, as a supervisor does it."""
+        """SIGTERM, upon which it ends in time, unless it was frozen meanwhile."""
+        told_at = self.world.now
         running, _ = self._running[relay.name]
         relay.loop.call_soon(running.stop)
-        limit_s = self.settings.drain_s + 3 * self.settings.lease_s
         self._back_s[relay.name] = back_s
 
         def kill() -> None:
-            if not relay.dead:
-                self.kill(relay, back_s)
+            if relay.dead:
+                return
+            if not relay.frozen and self._thawed_at.get(relay, -1.0) < told_at:
+                text = f"{relay.name} did not stop in time"
+                self.checker.violations.append(Violation("stop", text))
+            self.kill(relay, back_s)
 
-        self.world.after(limit_s, None, kill)
+        self.world.after(self._stops_in_s, None, kill)
+
+    @property
+    def _stops_in_s(self) -> float:
+        return max(self.settings.drain_s, HAND_OVER_MIN_S) + 0.1
 
     def trouble(self, whom: Process | None, for_s: float, *, harm: bool = True) -> None:
         """Something is wrong for so long, with one relay or all, and has to be got over after it.
@@ -218,6 +230,6 @@ class Fleet:
         for name, process in self.relays.items():
             if not process.dead:
                 process.loop.call_soon(self._running[name][0].stop)
-        limit = self.world.now + self.settings.drain_s + 2 * self.settings.lease_s + 30
+        limit = self.world.now + self._stops_in_s
         self.world.run(limit, lambda: all(p.dead for p in self.relays.values()))
         return [p.name for p in self.relays.values() if not p.dead]
