@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from outbox.core import ownership
-from outbox.relay import dispatcher
+from outbox.relay import dispatcher, session
 from outbox.store import lanes, replicas
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.database.statements import lanes as lane_answers
@@ -99,3 +99,9 @@ def no_look_at_the_lease_before_sending(sim: Simulation) -> None:
         init(self, store, recorder, transport, lambda: 1.0, *args, **rest)
 
     swap(dispatcher.Dispatcher, "__init__", patched)
+
+
+@mutant
+def a_stop_that_waits_for_the_database(sim: Simulation) -> None:
+    """A relay that was told to stop hands over, however long that takes."""
+    swap(session, "HAND_OVER_MIN_S", 1e9)
