@@ -258,7 +258,8 @@ class Session:
             too_late.cancel()
             for task in background:
                 task.cancel()
-            await asyncio.wait(background, timeout=max(stopped_by - loop.time(), 0.0))
+            left_s = max(stopped_by - loop.time(), 0.0)
+            await asyncio.wait(background, timeout=min(settings.lease_s, left_s))
             cut.cancel()
 
     async def _register_unless(self, stop: asyncio.Event) -> _Registered | None:
