@@ -255,11 +255,10 @@ class Session:
             await sequencer.leave()
             await replicas.leave(me, f"replica {me}")
             await control.execute(WAKE_ALL)
-            too_late.cancel()
             for task in background:
                 task.cancel()
-            left_s = max(stopped_by - loop.time(), 0.0)
-            await asyncio.wait(background, timeout=min(settings.lease_s, left_s))
+            await asyncio.wait(background, timeout=settings.lease_s)
+            too_late.cancel()
             cut.cancel()
 
     async def _register_unless(self, stop: asyncio.Event) -> _Registered | None:

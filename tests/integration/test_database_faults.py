@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.load import loaded
+from tests.support.load import under_load
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -22,7 +22,7 @@ from tests.support.tcp import Lines, through_lines
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, MutableMapping
+    from collections.abc import Awaitable, Mapping, MutableMapping
 
     from outbox.core.answer import Answer
     from tests.support.postgres import Database
@@ -57,15 +57,10 @@ async def test_a_server_that_is_started_anew_under_load(
     private_database: Database, logs: Logs, immediate: bool
 ) -> None:
     database = private_database
-    load, sickly = await loaded(database)
-    async with running(database, load.network):
-        async with load.running():
-            for _ in range(2):
-                await load.arrives()
-                await asyncio.to_thread(database.server.embedded.restart, immediate=immediate)
+    async with under_load(database) as load:
+        for _ in range(2):
             await load.arrives()
-        sickly.cured = True
-        await load.check()
+            await asyncio.to_thread(database.server.embedded.restart, immediate=immediate)
     assert reasons(logs)
 
 
@@ -87,19 +82,13 @@ SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity
 async def test_a_backend_that_is_terminated_under_load(
     database: Database, logs: Logs, kind: str
 ) -> None:
-    load, sickly = await loaded(database)
-    async with running(database, load.network):
-        async with load.running():
-            await load.arrives()
-            if kind in KINDS:
-                assert await fetchval(database, END_ONE, KINDS.index(kind))
-            else:
-                names = "^outbox-relay" if kind == "all" else "^outbox-relay$"
-                assert await fetchval(database, END_NAMED, names)
-            await until(lambda: reasons(logs), 10, "the loss to be noticed")
-            await load.arrives()
-        sickly.cured = True
-        await load.check()
+    async with under_load(database):
+        if kind in KINDS:
+            assert await fetchval(database, END_ONE, KINDS.index(kind))
+        else:
+            names = "^outbox-relay" if kind == "all" else "^outbox-relay$"
+            assert await fetchval(database, END_NAMED, names)
+        await until(lambda: reasons(logs), 10, "the loss to be noticed")
     assert len(reasons(logs)) == 1
 
 
@@ -116,16 +105,12 @@ def _closed(logs: Logs) -> int:
 async def test_losing_the_connection_that_listens_disturbs_nobody(
     database: Database, logs: Logs
 ) -> None:
-    load, sickly = await loaded(database)
-    async with running(database, load.network, poll_s=1.0):
-        async with load.running():
-            for n in range(3):
-                await load.arrives()
-                await until(lambda: fetchval(database, LISTENING), 10, "it to listen")
-                assert await fetchval(database, END_NAMED, ":listen$")
-                await until(lambda n=n: _closed(logs) > n, 10, "the loss to be noticed")
-        sickly.cured = True
-        await load.check()
+    async with under_load(database, poll_s=1.0) as load:
+        for n in range(3):
+            await load.arrives()
+            await until(lambda: fetchval(database, LISTENING), 10, "it to listen")
+            assert await fetchval(database, END_NAMED, ":listen$")
+            await until(lambda n=n: _closed(logs) > n, 10, "the loss to be noticed")
     assert reasons(logs) == []
 
 
@@ -193,47 +178,44 @@ SAYS = {
 async def test_a_database_out_of_reach(
     database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs, kind: str
 ) -> None:
-    load, sickly = await loaded(database)
     hold, held = asyncio.Event(), []
     loop = asyncio.get_running_loop()
     times: list[float] = []
-
-    async def script(sent: Sent) -> Answer:
-        times.append(loop.time())
-        if hold.is_set():
-            held.append(sent)
-            await asyncio.Event().wait()
-        return sickly(sent)
-
-    load.network.script = script
     sockets = database.server.embedded.socket_dir
     async with through_lines(sockets, database.name) as (lines, dsn):
         outage = Outage(lines, monkeypatch)
         dsn = dsn.replace("127.0.0.1", "database.test") + "?connect_timeout=2"
-        async with running(database, load.network, dsn=dsn):
-            async with load.running():
-                await load.arrives()
-                hold.set()
-                await until(lambda: held, 10, "a request that is not answered")
-                tasks = len(asyncio.all_tasks())
-                outage.begin(kind)
-                # What is in flight is closed when the lease ends, if not sooner ...
-                in_flight = load.network.in_flight
-                await until(lambda: not any(in_flight.values()), 10, "the requests to be closed")
-                closed_at = loop.time()
-                tried = 3 if kind == "swallowed" else 5
-                await until(lambda: len(reasons(logs)) >= tried, 60, "attempts to reconnect")
-                # ... and nothing was begun later, nor has anything piled up.
-                assert not [at for at in times if at > closed_at]
-                assert len(asyncio.all_tasks()) <= tasks
-                waits = [each["retry_s"] for each in logs if each["event"] == LOST]
-                last = waits[-tried + 1 :]
-                assert all(b == min(round(2 * a, 1), 5.0) for a, b in pairwise(last)), waits
-                hold.clear()
-                outage.end()
-                await load.arrives()
-            sickly.cured = True
-            await load.check()
+        async with under_load(database, dsn=dsn) as load:
+            usual = load.network.script
+
+            async def never(sent: Sent) -> Answer:
+                held.append(sent)
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            def script(sent: Sent) -> Answer | Awaitable[Answer]:
+                times.append(loop.time())
+                return never(sent) if hold.is_set() else usual(sent)
+
+            load.network.script = script
+            hold.set()
+            await until(lambda: held, 10, "a request that is not answered")
+            tasks = len(asyncio.all_tasks())
+            outage.begin(kind)
+            # What is in flight is closed when the lease ends, if not sooner ...
+            in_flight = load.network.in_flight
+            await until(lambda: not any(in_flight.values()), 10, "the requests to be closed")
+            closed_at = loop.time()
+            tried = 3 if kind == "swallowed" else 5
+            await until(lambda: len(reasons(logs)) >= tried, 60, "attempts to reconnect")
+            # ... and nothing was begun later, nor has anything piled up.
+            assert not [at for at in times if at > closed_at]
+            assert len(asyncio.all_tasks()) <= tasks
+            waits = [each["retry_s"] for each in logs if each["event"] == LOST]
+            last = waits[-tried + 1 :]
+            assert all(b == min(round(2 * a, 1), 5.0) for a, b in pairwise(last)), waits
+            hold.clear()
+            outage.end()
     assert any(SAYS[kind] in each for each in reasons(logs)), reasons(logs)
     assert outage.asked < 40, "a busy loop"
 
@@ -255,17 +237,11 @@ async def test_connections_that_are_not_to_be_had(
     database: Database, logs: Logs, limit: int
 ) -> None:
     dsn = await _role(database, "limited")
-    load, sickly = await loaded(database)
-    async with running(database, load.network, dsn=dsn):
-        async with load.running():
-            await load.arrives()
-            await fetchval(database, f"ALTER ROLE limited CONNECTION LIMIT {limit}")
-            assert await fetchval(database, END_NAMED, "^outbox-relay")
-            await until(lambda: len(reasons(logs)) >= 4, 20, "some attempts to reconnect")
-            await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
-            await load.arrives()
-        sickly.cured = True
-        await load.check()
+    async with under_load(database, dsn=dsn):
+        await fetchval(database, f"ALTER ROLE limited CONNECTION LIMIT {limit}")
+        assert await fetchval(database, END_NAMED, "^outbox-relay")
+        await until(lambda: len(reasons(logs)) >= 4, 20, "some attempts to reconnect")
+        await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT -1")
     assert any("no connection left" in each for each in reasons(logs)), reasons(logs)
     # Those that got some of their connections, and had to give them back, are gone.
     assert await fetchval(database, "SELECT count(*) FROM replica") == 0
@@ -314,20 +290,14 @@ async def test_a_right_that_is_missing_for_a_while(
                GRANT ALL ON ALL SEQUENCES IN SCHEMA relay TO plain;
                GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA relay TO plain"""
         )
-    load, sickly = await loaded(database)
     dsn = database.server.embedded.dsn(database.name, user="plain")
     denied = f"permission denied for table {table}"
-    async with running(database, load.network, dsn=dsn):
-        async with load.running():
-            await load.arrives()
-            await fetchval(database, f"REVOKE {right} ON relay.{table} FROM plain")
-            if family in ("owning", "care", "the journal"):
-                # Something for it to do.
-                await fetchval(database, END_NAMED, "^outbox-relay")
-            await until(lambda: any(denied in each for each in reasons(logs)), 20, denied)
-            await fetchval(database, f"GRANT {right} ON relay.{table} TO plain")
-            await load.arrives()
-        sickly.cured = True
-        await load.check()
+    async with under_load(database, dsn=dsn):
+        await fetchval(database, f"REVOKE {right} ON relay.{table} FROM plain")
+        if family in ("owning", "care", "the journal"):
+            # Something for it to do.
+            await fetchval(database, END_NAMED, "^outbox-relay")
+        await until(lambda: any(denied in each for each in reasons(logs)), 20, denied)
+        await fetchval(database, f"GRANT {right} ON relay.{table} TO plain")
     async with database.connection() as admin:
         await admin.execute("DROP OWNED BY plain; DROP ROLE plain")

@@ -12,9 +12,9 @@ import asyncpg
 import pytest
 
 from outbox.store.connect import TROUBLE
-from tests.support.load import loaded
+from tests.support.load import under_load
 from tests.support.postgres import Server
-from tests.support.relay import publish, running
+from tests.support.relay import publish
 from tests.support.small_disk import small_disk
 from tests.support.waiting import until
 
@@ -56,18 +56,12 @@ def says_full(logs: Logs) -> bool:
 async def test_no_room_for_rows_is_waited_out(
     database: Database, disk: SmallDisk, logs: Logs
 ) -> None:
-    load, sickly = await loaded(database)
-    async with running(database, load.network):
-        async with load.running():
-            await load.arrives()
-            disk.fill()
-            await until(lambda: says_full(logs), 30, "the relay to find no room")
-            with pytest.raises(asyncpg.DiskFullError):
-                await publish(database, *[{"n": n} for n in range(10_000)], type="other.event")
-            disk.free()
-            await load.arrives()
-        sickly.cured = True
-        await load.check()
+    async with under_load(database):
+        disk.fill()
+        await until(lambda: says_full(logs), 30, "the relay to find no room")
+        with pytest.raises(asyncpg.DiskFullError):
+            await publish(database, *[{"n": n} for n in range(10_000)], type="other.event")
+        disk.free()
     assert all("\n" not in str(each.get("reason")) for each in logs)
 
 
@@ -87,15 +81,9 @@ async def _crashed(database: Database) -> bool:
 async def test_no_room_for_the_servers_log_is_waited_out(
     database: Database, disk: SmallDisk, logs: Logs
 ) -> None:
-    load, sickly = await loaded(database)
-    async with running(database, load.network):
-        async with load.running():
-            await load.arrives()
-            disk.fill()
-            await until(lambda: _crashed(database), 60, "the server to crash")
-            disk.free()
-            await asyncio.to_thread(database.server.embedded.restart, immediate=True)
-            await load.arrives()
-        sickly.cured = True
-        await load.check()
+    async with under_load(database):
+        disk.fill()
+        await until(lambda: _crashed(database), 60, "the server to crash")
+        disk.free()
+        await asyncio.to_thread(database.server.embedded.restart, immediate=True)
     assert any(each["event"] == "the session was lost" for each in logs)

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.watchdog import LOOK_MAX_S, Watchdog
-from tests.support.load import loaded
+from tests.support.load import under_load
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -66,27 +66,21 @@ async def test_a_connection_that_hangs_is_given_up_within_a_lease_or_two(
         event, says = "listening was interrupted", "TimeoutError"
     elif which == "renewal":
         says = "the lease ran out"
-    load, sickly = await loaded(database)
     loop = asyncio.get_running_loop()
     with capture_logs() as logs:
+
+        def noticed() -> bool:
+            return any(each["event"] == event and says in each["reason"] for each in logs)
+
         async with (
             through_lines(sockets(database), database.name) as (lines, dsn),
-            running(database, load.network, dsn=dsn),
+            under_load(database, dsn=dsn),
         ):
-            async with load.running():
-                await load.arrives()
-                await until(lambda: len(lines.opened) >= len(OPENED))
-                lines.opened[OPENED.index(which)].hangs = True
-                hung_at = loop.time()
-
-                def noticed() -> bool:
-                    return any(each["event"] == event and says in each["reason"] for each in logs)
-
-                await until(noticed, 20, "the hanging connection to be noticed")
-                took_s = loop.time() - hung_at
-                await load.arrives()
-            sickly.cured = True
-            await load.check()
+            await until(lambda: len(lines.opened) >= len(OPENED))
+            lines.opened[OPENED.index(which)].hangs = True
+            hung_at = loop.time()
+            await until(noticed, 20, "the hanging connection to be noticed")
+            took_s = loop.time() - hung_at
     assert given_up(logs) == (which not in ("listen", "renewal"))
     print(f"{which}: noticed after {took_s:.2f} s with a lease of 1 s")
 

@@ -89,7 +89,7 @@ def _many(seeds: range, jobs: int, mutant: str | None) -> int:
         f"{found.steps} steps; {len(found.bad)} with a violation"
     )
     if mutant is not None:
-        return any(result.caught for result in found.bad)
+        return any(result.broken for result in found.bad)
     return bool(found.bad)
 
 
@@ -97,10 +97,10 @@ def _mutants(seeds: range, jobs: int) -> int:
     missed = 0
     for name in MUTANTS:
         found = hunt.totals(seeds, jobs, name, until_caught=True)
-        caught = next((result for result in found.bad if result.caught), None)
+        caught = next((result for result in found.bad if result.broken), None)
         if caught is not None:
-            what = next(str(v) for v in caught.violations if v.rule != "relay")
-            print(f"{name}: seed {caught.seed} ({found.seconds:.0f} s): {what[:150]}", flush=True)
+            what = str(caught.broken[0])[:150]
+            print(f"{name}: seed {caught.seed} ({found.seconds:.0f} s): {what}", flush=True)
         else:
             missed += 1
             print(f"{name}: NOT CAUGHT in {found.seeds} seeds", flush=True)

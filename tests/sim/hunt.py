@@ -132,6 +132,6 @@ def totals(
         found.add(result)
         found.seconds = time.monotonic() - started
         on_result(found)
-        if until_caught and result.caught:
+        if until_caught and result.broken:
             break
     return found

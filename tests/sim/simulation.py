@@ -60,9 +60,9 @@ class Result:
         return not self.violations
 
     @property
-    def caught(self) -> bool:
-        """Whether an invariant was broken; a program that fails proves nothing."""
-        return any(v.rule not in ("crash", "error", "relay") for v in self.violations)
+    def broken(self) -> tuple[Violation, ...]:
+        """The invariants that were broken; a program that fails proves nothing."""
+        return tuple(v for v in self.violations if v.rule not in ("crash", "error", "relay"))
 
 
 class Simulation:

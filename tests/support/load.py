@@ -20,6 +20,7 @@ from tests.support.relay import (
     exceptions,
     fetchval,
     publish,
+    running,
 )
 from tests.support.waiting import until
 
@@ -162,9 +163,26 @@ class Sickly:
         await publish(database, 0, type="sick.event")
 
 
-async def loaded(database: Database, **options: Any) -> tuple[Load, Sickly]:
-    """A load for receivers that are sick, and these (options of their endpoint)."""
+async def loaded(database: Database) -> tuple[Load, Sickly]:
+    """A load for receivers that are sick, and these."""
     load, sickly = Load(database), Sickly()
     load.network.script = sickly
-    await sickly.add(database, lanes=3, **options)
+    await sickly.add(database, lanes=3)
     return load, sickly
+
+
+@asynccontextmanager
+async def under_load(database: Database, **settings: Any) -> AsyncIterator[Load]:
+    """A relay at work, for a block that does something to it or to its database.
+
+    Events arrive before the block and after it; in the end nothing is lost, turned
+    around or written twice.
+    """
+    load, sickly = await loaded(database)
+    async with running(database, load.network, **settings):
+        async with load.running():
+            await load.arrives()
+            yield load
+            await load.arrives()
+        sickly.cured = True
+        await load.check()
