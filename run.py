@@ -40,7 +40,7 @@ CHECKS = (
     ("ruff format", "--check", "--quiet", "."),
     ("mypy",),
     ("lint-imports",),
-    ("python -m tests.sim", "--seeds", "300"),
+    ("python -m tests.sim", "--seeds", "200"),
     # Three at a time even on two cores: tests wait a good part of their time.
     ("pytest", "-n", "3"),
 )

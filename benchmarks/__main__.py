@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING
 import click
 import orjson
 
-from benchmarks import commits, deliveries, failover, latency, memory, replicas
+from benchmarks import (
+    commands,
+    commits,
+    deliveries,
+    failover,
+    horizon,
+    latency,
+    memory,
+    replays,
+    replicas,
+)
 from benchmarks.picture import draw
 from benchmarks.report import compared, machine, table, target, verdict
 from benchmarks.stage import stage
@@ -26,9 +36,12 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "deliveries": deliveries.measure,
     "commits": commits.measure,
     "latency": latency.measure,
+    "replays": replays.measure,
     "memory": memory.measure,
     "replicas": replicas.measure,
     "failover": failover.measure,
+    "commands": commands.measure,
+    "horizon": horizon.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
 
@@ -64,7 +77,7 @@ def main(quick: bool, only: list[str], rounds: int | None, as_json: bool, out: P
     """Measure the relay beside what it is built on.
 
     Starts a PostgreSQL, a receiver, clients and relays of its own on this
-    machine, and ends all of them. Takes ten minutes, with --quick one.
+    machine, and ends all of them. Takes three quarters of an hour, with --quick two minutes.
     """
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     try:

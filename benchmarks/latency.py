@@ -78,7 +78,7 @@ async def relay(stage: Stage, per_s: int, seconds: float) -> tuple[list[float], 
             await add_endpoint(connection, stage.urls["http"], lanes=LANES)
         stage.expect(events, keep=True)
         async with stage.relay(database):
-            made = await _produce(database, "event", per_s, events)
+            made = await produce(database, "event", per_s, events)
             arrived = (await stage.receiver.answer())["arrived"]
     latency_ms = [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in _warm(events)]
     return latency_ms, [made["took_ns"][n] / NS_PER_MS for n in _warm(events)]
@@ -107,7 +107,7 @@ async def notifications_and_posts(
         await listener.execute(MAKE_ACCOUNTS)
         await listener.add_listener("bench", hear)
         await client.answer()
-        made = await _produce(database, "notify", per_s, events, beside=client)
+        made = await produce(database, "notify", per_s, events, beside=client)
         await everything.wait()
         took_s: list[float] = (await client.answer())["took_s"]
     notify_ms = [(heard[n] - made["sent_at"][n]) / NS_PER_MS for n in _warm(events)]
@@ -119,7 +119,7 @@ def _warm(events: int) -> list[str]:
     return [str(n) for n in range(int(events * WARM_UP), events)]
 
 
-async def _produce(
+async def produce(
     database: Database, what: str, per_s: int, events: int, beside: Child | None = None
 ) -> dict[str, Any]:
     """Write events; `beside` begins in the same moment."""

@@ -50,7 +50,10 @@ AXES = {
     "commits": "commits per second beside another way's; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
     "failover": "leases from kill -9; less is better",
+    "replays": "times the latency without a replay; less is better",
     "replicas": "times a single replica's CPU, or its renewals; less is better",
+    "commands": "times what the same command takes where there is hardly anything",
+    "horizon": "times the same without a pinned horizon; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }
 

@@ -38,6 +38,11 @@ TITLES = {
         "commit, a notification (COMMIT to callback) and a bare POST; the latter two at once, at "
         "the same rate.",
     ),
+    "replays": (
+        "Live events beside a replay",
+        "Milliseconds from sending COMMIT to the request's arrival while 100,000 dead letters of "
+        "the same endpoint are sent again, 8 lanes, beside the same without a replay.",
+    ),
     "memory": (
         "Memory",
         "Highest resident size of the relay process, more than that of one with nothing to do.",
@@ -52,6 +57,17 @@ TITLES = {
         "CPU seconds for 1,000 deliveries to 200 endpoints, of the relay processes and of the "
         "PostgreSQL backends that serve them, beside a single replica's. And the statements that "
         "an idle replica asks for, counted at a proxy, beside its renewal of the lease.",
+    ),
+    "commands": (
+        "Commands",
+        "A whole process, from its start to its end, on a million events, ten thousand endpoints "
+        "and a hundred thousand dead letters, beside the same command where there is hardly "
+        "anything.",
+    ),
+    "horizon": (
+        "A pinned horizon",
+        "500 events a second through one relay while another session's transaction stays open, "
+        "and keeps every dead row; its last fifth, beside the same load before it began.",
     ),
 }
 """Of every section: what it is called, and what it says."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from outbox.core.names import schema_name
+from outbox.core.periods import Keep
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -101,6 +102,21 @@ class Settings(BaseModel):
     batch_deliveries_max: int = Field(
         default=20_000, ge=1, le=1_000_000, description="Deliveries that one batch makes."
     )
+    retention_events_days: float = Field(
+        default=30, ge=0, le=36_500, description="Events are kept so long; 0: for ever (days)."
+    )
+    retention_log_days: float = Field(
+        default=30,
+        ge=0,
+        le=36_500,
+        description="Deliveries and attempts are kept so long; 0: for ever (days).",
+    )
+    retention_dead_letters_days: float = Field(
+        default=30,
+        ge=0,
+        le=36_500,
+        description="Dead letters are kept so long, and as long as the log; 0: for ever (days).",
+    )
     allow_networks: tuple[Network, ...] = Field(
         default=(),
         description="Private networks that may be delivered to, with plain http and any port: "
@@ -112,6 +128,20 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="The least important log lines that are written."
     )
+
+    @property
+    def keep(self) -> Keep:
+        """How long things are kept."""
+        return Keep(
+            *(
+                days * 86400 or None
+                for days in (
+                    self.retention_events_days,
+                    self.retention_log_days,
+                    self.retention_dead_letters_days,
+                )
+            )
+        )
 
     @field_validator("schema_name")
     @classmethod

@@ -27,7 +27,7 @@ from outbox.store.schema import SCHEMA, schema_missing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-    from datetime import timedelta
+    from datetime import datetime, timedelta
     from typing import TypeAlias
 
     from asyncpg import Connection
@@ -48,7 +48,9 @@ class Event:
     tenant: str | None = None
     once: str | None = None
     expires_in: timedelta | float | None = None
+    deliver_at: datetime | None = None
     headers: Mapping[str, str] | None = None
+    once_for: timedelta | float | None = None
 
 
 async def publish(
@@ -60,7 +62,9 @@ async def publish(
     tenant: str | None = None,
     once: str | None = None,
     expires_in: timedelta | float | None = None,
+    deliver_at: datetime | None = None,
     headers: Mapping[str, str] | None = None,
+    once_for: timedelta | float | None = None,
     schema: str = SCHEMA,
 ) -> UUID | None:
     """Publish one event in the connection's transaction.
@@ -75,12 +79,18 @@ async def publish(
             by the winner.
         key: events with the same key reach an endpoint in order; 512 bytes.
         tenant: the event goes to this tenant's endpoints; 255 bytes.
-        once: at most one event is published for this key within 30 days, or
+        once: at most one event is published for this key within `once_for`, or
             until `reset`; 512 bytes.  Waits while another transaction that
             claimed it is open.
-        expires_in: not worth sending after this time, timedelta or seconds.
+        expires_in: not worth sending after this time, timedelta or seconds; it
+            counts from `deliver_at` on, if there is one.
+        deliver_at: publish it at this time, which says its zone; until then it waits
+            in the database.  By the database's clock: what is not in the future is
+            published at once.
         headers: sent along with every delivery; 8192 bytes as JSON.  The
             running trace context is added as `traceparent`.
+        once_for: how long the once key is kept, timedelta or seconds; 30 days
+            where it is not given.
         schema: the schema of the outbox.
 
     Returns:
@@ -92,21 +102,23 @@ async def publish(
         CannotRun: this role may not publish.
         asyncpg.PostgresError: all else, as the database says it.
     """
-    event = Event(type, payload, key, tenant, once, expires_in, headers)
+    event = Event(type, payload, key, tenant, once, expires_in, deliver_at, headers, once_for)
+    once_for_s = rules.once_for_s(once_for, once)
     if not callable(payload):
-        return await _publish(connection, _row(event), once, schema, claimed=False)
+        return await _publish(connection, _row(event), once, once_for_s, schema, claimed=False)
     # Told before anything is claimed or worked out.
     _row(event, with_payload=False)
     if once is None:
         row = _row(event, await _call(payload))
-        return await _publish(connection, row, None, schema, claimed=False)
+        return await _publish(connection, row, None, None, schema, claimed=False)
     # If working out the payload fails, the claim must not stay.
     async with _savepoint(connection):
         with _map_errors(schema):
-            if not await connection.fetchval(in_schema(publishing.CLAIM_ONCE, schema), once):
+            claim = in_schema(publishing.CLAIM_ONCE, schema)
+            if not await connection.fetchval(claim, once, once_for_s):
                 return None
         row = _row(event, await _call(payload))
-        return await _publish(connection, row, once, schema, claimed=True)
+        return await _publish(connection, row, once, None, schema, claimed=True)
 
 
 async def publish_many(
@@ -128,12 +140,15 @@ async def publish_many(
         try:
             if callable(event.payload):
                 raise InvalidEvent("payload", "a callable goes with publish, not publish_many")
-            rows.append((*_row(event), event.once))
+            once_for_s = rules.once_for_s(event.once_for, event.once)
+            rows.append((*_row(event), event.once, once_for_s))
         except InvalidEvent as error:
             raise _numbered(error, number) from None
     if not rows:
         return []
-    types, payloads, keys, tenants, expiries, headers, onces = map(list, zip(*rows, strict=True))
+    types, payloads, keys, tenants, expiries, headers, times, onces, once_fors = map(
+        list, zip(*rows, strict=True)
+    )
     with _map_errors(schema):
         found = await connection.fetchrow(
             in_schema(publishing.PUBLISH_MANY, schema),
@@ -144,6 +159,8 @@ async def publish_many(
             onces,
             expiries,
             headers,
+            once_fors,
+            times,
         )
     if found["size"] > found["size_max"]:
         raise _numbered(_too_large(found), found["n"])
@@ -171,11 +188,11 @@ async def reset(connection: AnyConnection, once_key: str, *, schema: str = SCHEM
 
 # ------------------------------------------------------------------ details
 
-Row = tuple[str, str, str | None, str | None, float | None, str | None]
+Row = tuple[str, str, str | None, str | None, float | None, str | None, str | None]
 
 
 def _row(event: Event, payload: Any = None, *, with_payload: bool = True) -> Row:
-    """type, payload, key, tenant, expires_in and headers as they cross over."""
+    """type, payload, key, tenant, expires_in, headers and deliver_at as they cross over."""
     rules.check_text("once", event.once, rules.ONCE_BYTES_MAX)
     value = event.payload if not callable(event.payload) else payload
     return (
@@ -185,13 +202,20 @@ def _row(event: Event, payload: Any = None, *, with_payload: bool = True) -> Row
         rules.check_text("tenant", event.tenant, rules.TENANT_BYTES_MAX),
         rules.expires_in_s(event.expires_in),
         rules.encode_headers(_with_trace(event.headers)),
+        rules.deliver_at(event.deliver_at),
     )
 
 
 async def _publish(
-    connection: AnyConnection, row: Row, once: str | None, schema: str, *, claimed: bool
+    connection: AnyConnection,
+    row: Row,
+    once: str | None,
+    once_for_s: float | None,
+    schema: str,
+    *,
+    claimed: bool,
 ) -> UUID | None:
-    event_type, payload, key, tenant, expires_in_s, headers = row
+    event_type, payload, key, tenant, expires_in_s, headers, deliver_at = row
     with _map_errors(schema):
         found = await connection.fetchrow(
             in_schema(publishing.PUBLISH, schema),
@@ -203,6 +227,8 @@ async def _publish(
             expires_in_s,
             headers,
             claimed,
+            once_for_s,
+            deliver_at,
         )
     if found["size"] > found["size_max"]:
         raise _too_large(found)

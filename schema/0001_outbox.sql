@@ -19,14 +19,17 @@ CREATE TABLE outbox (
     tenant     text,
     type       text        NOT NULL,
     key        text,
-    payload    jsonb       NOT NULL,
+    payload    jsonb,
     headers    jsonb,
     expires_at timestamptz,
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    erased_at  timestamptz,          -- payload and headers are gone since then
 
     PRIMARY KEY (id),
 
     -- The names are what a producer reads when it breaks one of them.
+    CONSTRAINT payload_must_not_be_null
+        CHECK (payload IS NOT NULL OR erased_at IS NOT NULL),
     CONSTRAINT tenant_must_be_1_to_255_bytes
         CHECK (octet_length(tenant) BETWEEN 1 AND 255),
     CONSTRAINT type_must_be_at_most_255_bytes
@@ -45,6 +48,18 @@ CREATE TABLE outbox (
         CHECK (octet_length(payload::text) <= 262144)
 ) PARTITION BY RANGE (id);
 
+-- For looking an event up by its event_id or its key.  A bloom filter for each 16
+-- pages costs producers next to nothing, unlike a tree of keys in random order; it is
+-- written by the relay's maintenance, not by them.  An attribute's filter takes
+-- 1.4 KB at this number of distinct values, and has to fit into a page.
+CREATE INDEX outbox_lookup ON outbox USING brin (
+    event_id uuid_bloom_ops (n_distinct_per_range = 1200),
+    key      text_bloom_ops (n_distinct_per_range = 1200)
+) WITH (pages_per_range = 16);
+
+-- Those whose leftovers maintenance looks for.
+CREATE INDEX outbox_erased ON outbox (erased_at) WHERE erased_at IS NOT NULL;
+
 COMMENT ON TABLE outbox IS
     'Events, written in the same transaction as the change they tell of.';
 
@@ -53,19 +68,25 @@ COMMENT ON TABLE outbox IS
 CREATE FUNCTION payload_bytes_max() RETURNS integer
 LANGUAGE sql IMMUTABLE PARALLEL SAFE AS 'SELECT 262144';
 
--- Existing rows are not looked at again, so this is quick on any size.
+-- Rows of the outbox are not looked at again, so this is quick on any size.  What
+-- waits for its time is, or it would be refused only then, when nobody is there.
 CREATE FUNCTION set_payload_bytes_max(bytes_max integer) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    relation text;
 BEGIN
     IF bytes_max NOT BETWEEN 1024 AND 67108864 THEN
         RAISE EXCEPTION 'the payload limit must be between 1024 and 67108864 bytes'
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    EXECUTE format('ALTER TABLE outbox DROP CONSTRAINT %I',
-                   'payload_must_be_at_most_' || payload_bytes_max() || '_bytes');
-    EXECUTE format(
-        'ALTER TABLE outbox ADD CONSTRAINT %I CHECK (octet_length(payload::text) <= %s) NOT VALID',
-        'payload_must_be_at_most_' || bytes_max || '_bytes', bytes_max);
+    FOREACH relation IN ARRAY '{schedule,future_event,outbox}'::text[] LOOP
+        EXECUTE format('ALTER TABLE %I DROP CONSTRAINT %I', relation,
+                       'payload_must_be_at_most_' || payload_bytes_max() || '_bytes');
+        EXECUTE format(
+            'ALTER TABLE %I ADD CONSTRAINT %I CHECK (octet_length(payload::text) <= %s) %s',
+            relation, 'payload_must_be_at_most_' || bytes_max || '_bytes', bytes_max,
+            CASE relation WHEN 'outbox' THEN 'NOT VALID' ELSE '' END);
+    END LOOP;
     EXECUTE format(
         'CREATE OR REPLACE FUNCTION payload_bytes_max() RETURNS integer '
         'LANGUAGE sql IMMUTABLE PARALLEL SAFE AS %L', 'SELECT ' || bytes_max);
@@ -77,13 +98,18 @@ REVOKE ALL ON FUNCTION set_payload_bytes_max FROM PUBLIC;
 -- A claimed key publishes no second event until it expires or is reset.  A
 -- reset keeps the row, so that it can be told how often that happened.
 CREATE TABLE once (
-    key        text        PRIMARY KEY,
+    key        text        COLLATE "C" PRIMARY KEY,  -- so a prefix is a range of it
     event_id   uuid,                 -- NULL: claimed, its event is not written yet
     claimed_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     expires_at timestamptz NOT NULL,
     resets     integer     NOT NULL DEFAULT 0,
     CONSTRAINT once_must_be_1_to_512_bytes CHECK (octet_length(key) BETWEEN 1 AND 512)
 );
+
+-- What was claimed when.  Keys are claimed in the order of their rows, mostly, so the
+-- bounds of some pages will do, which cost producers next to nothing.
+CREATE INDEX once_claimed ON once USING brin (claimed_at)
+  WITH (pages_per_range = 32, autosummarize = on);
 
 -- Claims a once key: true for exactly one caller.  The primary key decides; a
 -- second caller waits until the first one's transaction ends.  Whoever claims
@@ -92,22 +118,37 @@ CREATE TABLE once (
 --
 -- DO NOTHING, not DO UPDATE: that would lock the row for every loser, and the
 -- next caller would wait for a loser's transaction.
+--
+-- `keep` is how long nobody else gets the key; NULL stands for 30 days.
 CREATE FUNCTION claim_once(
-    once_key text, for_event uuid DEFAULT NULL, keep interval DEFAULT '30 days'
+    once_key text, for_event uuid DEFAULT NULL, keep interval DEFAULT NULL
 ) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 BEGIN
-    INSERT INTO once (key, event_id, expires_at)
-    VALUES (once_key, for_event, clock_timestamp() + keep)
-    ON CONFLICT (key) DO NOTHING;
-    IF FOUND THEN
-        RETURN true;
+    keep := coalesce(keep, interval '30 days');
+    IF keep <= interval '0' OR keep > interval '876600 hours' THEN
+        RAISE EXCEPTION 'once: a key is kept for more than 0 and at most a century'
+            USING ERRCODE = 'check_violation';
     END IF;
-    UPDATE once SET event_id = for_event,
-                    claimed_at = clock_timestamp(),
-                    expires_at = clock_timestamp() + keep
-     WHERE key = once_key AND expires_at <= clock_timestamp();
-    RETURN FOUND;
+    -- Again, when a row that had expired was deleted between the two.
+    LOOP
+        INSERT INTO once (key, event_id, expires_at)
+        VALUES (once_key, for_event, clock_timestamp() + keep)
+        ON CONFLICT (key) DO NOTHING;
+        IF FOUND THEN
+            RETURN true;
+        END IF;
+        UPDATE once SET event_id = for_event,
+                        claimed_at = clock_timestamp(),
+                        expires_at = clock_timestamp() + keep
+         WHERE key = once_key AND expires_at <= clock_timestamp();
+        IF FOUND THEN
+            RETURN true;
+        END IF;
+        IF EXISTS (SELECT FROM once WHERE key = once_key) THEN
+            RETURN false;
+        END IF;
+    END LOOP;
 END $$;
 REVOKE ALL ON FUNCTION claim_once FROM PUBLIC;
 
@@ -126,7 +167,9 @@ REVOKE ALL ON FUNCTION reset_once FROM PUBLIC;
 
 -- Publishes one event and returns its event_id, or NULL when `once` was
 -- already taken.  Call it with named arguments: SELECT publish(type => …).
--- `claimed` goes with a `once` key that claim_once() has just given us.
+-- `claimed` goes with a `once` key that claim_once() has just given us; otherwise
+-- `once_for` says how long nobody else gets it.  With a `deliver_at` in the future
+-- it waits in future_event until then.
 CREATE FUNCTION publish(
     type       text,
     payload    jsonb,
@@ -135,7 +178,9 @@ CREATE FUNCTION publish(
     once       text        DEFAULT NULL,
     expires_at timestamptz DEFAULT NULL,
     headers    jsonb       DEFAULT NULL,
-    claimed    boolean     DEFAULT false
+    deliver_at timestamptz DEFAULT NULL,
+    claimed    boolean     DEFAULT false,
+    once_for   interval    DEFAULT NULL
 ) RETURNS uuid
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
@@ -146,6 +191,10 @@ BEGIN
         RAISE EXCEPTION 'type: "outbox." is reserved for operational events'
             USING ERRCODE = 'check_violation';
     END IF;
+    IF publish.once_for IS NOT NULL AND (publish.once IS NULL OR publish.claimed) THEN
+        RAISE EXCEPTION 'once_for: goes with a once key that is not claimed yet'
+            USING ERRCODE = 'check_violation';
+    END IF;
     IF publish.claimed THEN
         UPDATE once AS o SET event_id = new_id
          WHERE o.key = publish.once AND o.event_id IS NULL AND o.expires_at > clock_timestamp();
@@ -153,12 +202,19 @@ BEGIN
             RAISE EXCEPTION 'once: the key is not claimed, or its event is already published'
                 USING ERRCODE = 'check_violation';
         END IF;
-    ELSIF publish.once IS NOT NULL AND NOT claim_once(publish.once, new_id) THEN
+    ELSIF publish.once IS NOT NULL AND NOT claim_once(publish.once, new_id, publish.once_for) THEN
         RETURN NULL;
     END IF;
-    INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
-    VALUES (new_id, publish.tenant, publish.type, publish.key,
-            publish.payload, publish.headers, publish.expires_at);
+    IF publish.deliver_at > clock_timestamp() THEN
+        INSERT INTO future_event (event_id, tenant, type, key, payload, headers, expires_at,
+                                  deliver_at)
+        VALUES (new_id, publish.tenant, publish.type, publish.key,
+                publish.payload, publish.headers, publish.expires_at, publish.deliver_at);
+    ELSE
+        INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
+        VALUES (new_id, publish.tenant, publish.type, publish.key,
+                publish.payload, publish.headers, publish.expires_at);
+    END IF;
     RETURN new_id;
 END $$;
 REVOKE ALL ON FUNCTION publish FROM PUBLIC;
@@ -173,7 +229,9 @@ CREATE FUNCTION publish_many(
     tenants    text[]        DEFAULT NULL,
     onces      text[]        DEFAULT NULL,
     expires_at timestamptz[] DEFAULT NULL,
-    headers    jsonb[]       DEFAULT NULL
+    headers    jsonb[]       DEFAULT NULL,
+    deliver_at timestamptz[] DEFAULT NULL,
+    once_for   interval[]    DEFAULT NULL
 ) RETURNS uuid[]
 LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
 #variable_conflict use_column
@@ -186,16 +244,25 @@ BEGIN
     END IF;
     -- Materialised, because a second evaluation would make other ids.
     WITH asked AS MATERIALIZED (
-        SELECT e.*, gen_random_uuid() AS event_id
+        SELECT e.*, gen_random_uuid() AS event_id,
+               coalesce(e.deliver_at > clock_timestamp(), false) AS waits
           FROM unnest(types, payloads, keys, tenants, onces,
-                      publish_many.expires_at, publish_many.headers)
-               WITH ORDINALITY AS e(type, payload, key, tenant, once, expires_at, headers, n)),
+                      publish_many.expires_at, publish_many.headers, publish_many.deliver_at,
+                      publish_many.once_for)
+               WITH ORDINALITY AS e(type, payload, key, tenant, once, expires_at, headers,
+                                    deliver_at, once_for, n)),
     won AS MATERIALIZED (
-        SELECT a.* FROM asked a WHERE a.once IS NULL OR claim_once(a.once, a.event_id)),
+        SELECT a.* FROM asked a WHERE a.once IS NULL OR claim_once(a.once, a.event_id, a.once_for)),
     written AS (
         INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
         SELECT w.event_id, w.tenant, w.type, w.key, w.payload, w.headers, w.expires_at
-          FROM won w ORDER BY w.n)
+          FROM won w WHERE NOT w.waits ORDER BY w.n),
+    kept AS (
+        INSERT INTO future_event (event_id, tenant, type, key, payload, headers, expires_at,
+                                  deliver_at)
+        SELECT w.event_id, w.tenant, w.type, w.key, w.payload, w.headers, w.expires_at,
+               w.deliver_at
+          FROM won w WHERE w.waits ORDER BY w.n)
     SELECT array_agg(w.event_id ORDER BY a.n) INTO event_ids
       FROM asked a LEFT JOIN won w ON w.n = a.n;
     RETURN event_ids;

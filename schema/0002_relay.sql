@@ -3,11 +3,11 @@
 --
 -- Who writes what, so that no two writers wait for each other:
 --   * the sequencer (the replica that leads): batch, gap, delivery,
---     lane_counter, and how far a replay is;
+--     lane_counter, and how far replays are (replay, replay_part);
 --   * the owner of an endpoint: lane_progress, lane_block, attempt,
 --     dead_letter, endpoint_health;
 --   * a command of an operator, under the cursor row: endpoint, subscription,
---     lane, replay.
+--     lane, replay_job.
 
 -- ------------------------------------------------------------ the timeline
 
@@ -141,10 +141,26 @@ CREATE TABLE lane (
 
 -- The last number given out in a lane.  Apart from lane_progress, because as
 -- one table the sequencer and the owner deadlock.
+-- One row for a lane.  The number is part of the key, because it rises with every
+-- batch: while somebody keeps old versions of rows from being cleaned away, the newest
+-- one is found by its number, or from the top, and none of the old ones is met.
 CREATE TABLE lane_counter (
-    lane_id  bigint PRIMARY KEY REFERENCES lane,
-    last_seq bigint NOT NULL DEFAULT 0
+    lane_id  bigint NOT NULL REFERENCES lane,
+    last_seq bigint NOT NULL DEFAULT 0,
+    PRIMARY KEY (lane_id, last_seq)
 ) WITH (fillfactor = 50);
+
+-- Counts a lane on.  A statement for each lane, because of a join the planner, who
+-- takes the table for as small as its newest rows are, may go through all of it.
+CREATE FUNCTION count_on(lane bigint, was bigint, is_now bigint) RETURNS void
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    UPDATE lane_counter SET last_seq = is_now WHERE lane_id = lane AND last_seq = was;
+    IF NOT FOUND THEN
+        UPDATE lane_counter SET last_seq = is_now WHERE lane_id = lane;
+    END IF;
+END $$;
+REVOKE ALL ON FUNCTION count_on FROM PUBLIC;
 
 -- How far a lane is: a checkpoint.  The truth is the checkpoint plus the
 -- delivered rows of `attempt` behind it.  Retry state belongs to the number
@@ -187,6 +203,7 @@ CREATE TABLE cursor (
     one         boolean     PRIMARY KEY DEFAULT true CHECK (one),
     writer      bigint,
     version     bigint      NOT NULL DEFAULT 1,
+    erasures    bigint      NOT NULL DEFAULT 0, -- rises when payloads were erased
     timeline    bigint,                       -- NULL: the server did not say yet
     timeline_at timestamptz                   -- when it changed; NULL: never
 );
@@ -208,6 +225,9 @@ CREATE TABLE batch (
     PRIMARY KEY (batch)
 ) PARTITION BY RANGE (batch);
 CREATE INDEX batch_at ON batch (at);
+-- Which batch an event is in: the first that is as high, unless it came late.
+CREATE INDEX batch_high ON batch (high, batch);
+CREATE INDEX batch_found ON batch (batch) WHERE NOT isempty(found);
 
 -- Open gaps older than a second.  Read again only when one of their holders
 -- ended, so a transaction open for hours costs nothing per batch.
@@ -224,13 +244,20 @@ CREATE TABLE delivery (
     batch       bigint NOT NULL,
     seq         bigint NOT NULL,
     outbox_id   bigint NOT NULL,
-    replay_id   bigint,           -- set when this is a replay,
+    replay_id   bigint,           -- set when this is a replay of a dead letter,
     replay_seq  bigint,           -- and which number it stands for
+    backfill_id bigint,           -- the backfill that it is of: part of its X-Delivery
+    copy_id     bigint,           -- the dead letter that has a copy of the event
     PRIMARY KEY (lane_id, batch, seq)
 ) PARTITION BY RANGE (batch);
 -- By lane, so that what became of a replay of a million numbers is told by the
 -- first and the last one in each lane that it went to.
 CREATE INDEX delivery_replay ON delivery (replay_id, lane_id, seq) WHERE replay_id IS NOT NULL;
+-- And by event; its other deliveries are found through its batch.
+CREATE INDEX delivery_again ON delivery (outbox_id)
+ WHERE replay_id IS NOT NULL OR backfill_id IS NOT NULL;
+-- And by the copy that it needs, also after a replay of a replay.
+CREATE INDEX delivery_copy ON delivery (copy_id) WHERE copy_id IS NOT NULL;
 
 -- ---------------------------------------------------------------- delivery
 
@@ -246,6 +273,7 @@ CREATE TABLE attempt (
     error      text,
     started_at timestamptz NOT NULL,
     elapsed_ms real        NOT NULL,
+    answer     jsonb,              -- what is kept of it, bounded
     PRIMARY KEY (lane_id, batch, seq, attempt, replica_id)
 ) PARTITION BY RANGE (batch);
 
@@ -260,6 +288,7 @@ CREATE TABLE dead_letter (
     seq          bigint      NOT NULL,
     to_seq       bigint      NOT NULL,
     outbox_id    bigint,
+    backfill_id  bigint,                       -- as its delivery had it
     event_id     uuid,
     tenant       text,
     type         text,
@@ -281,19 +310,73 @@ CREATE TABLE dead_letter (
     UNIQUE (lane_id, seq)
 );
 CREATE INDEX dead_letter_open ON dead_letter (id) WHERE state = 'dead';
+CREATE INDEX dead_letter_owed ON dead_letter (endpoint_id, id) WHERE state = 'dead';
 CREATE INDEX dead_letter_endpoint ON dead_letter (endpoint_id, id);
+CREATE INDEX dead_letter_outbox ON dead_letter (outbox_id);
+CREATE INDEX dead_letter_event ON dead_letter (event_id);
+-- Ranges have no copies of their events, so they keep the log and the events.
+CREATE INDEX dead_letter_range ON dead_letter (batch) WHERE outbox_id IS NULL AND state = 'dead';
 
--- A request to send a dead letter again: one number, or all of a range.  The
+-- What an operator wants sent again: dead letters, or the history of an endpoint.
+-- To ask costs the same whatever its size: the leader takes from it, a helping at
+-- a time, within the transactions of its batches (see outbox/core/pacing.py).
+CREATE TABLE replay_job (
+    id         bigint           GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    kind       text             NOT NULL CHECK (kind IN ('dead', 'history')),
+    state      text             NOT NULL DEFAULT 'running'
+               CHECK (state IN ('running', 'done', 'aborted')),
+    -- Which ones; NULL: whichever.
+    endpoint   text,                          -- the name that was said
+    types      text[],
+    tenant     text,
+    reason     text,
+    since      timestamptz,
+    until      timestamptz,                   -- exclusive
+    -- Of history: gaps that were open when it was asked for.  What comes to light in
+    -- them is sequenced after that, and so delivered anyway.
+    gaps       int8multirange   NOT NULL DEFAULT '{}',
+    rate_per_s double precision CHECK (rate_per_s > 0),    -- NULL: as fast as is good
+    asked_at   timestamptz      NOT NULL DEFAULT clock_timestamp(),
+    asked_by   text             NOT NULL,
+    ended_at   timestamptz
+);
+
+-- A job at one endpoint: how far it is, in ids of dead letters or of events.  It
+-- covers what there was when it was asked for, and so it ends.
+CREATE TABLE replay_part (
+    job_id      bigint NOT NULL REFERENCES replay_job,
+    endpoint_id uuid   NOT NULL,  -- who asks holds no endpoint while it waits for the cursor
+    first_id    bigint NOT NULL,
+    next_id     bigint NOT NULL,              -- the next one to look at
+    last_id     bigint NOT NULL,
+    expected    bigint,                       -- how many there were; NULL: nobody counted
+    taken       bigint NOT NULL DEFAULT 0,    -- deliveries made of it
+    erased      bigint NOT NULL DEFAULT 0,    -- passed over: the event is gone
+    batch       bigint,                       -- that the last helping went into
+    -- The lowest id of an event that it may still have to read: retention keeps that
+    -- and what is above while the part has not ended.  NULL: none.
+    from_id     bigint,
+    ended_at    timestamptz,                  -- all of it was delivered or given up,
+    why         text                          -- or nothing more was taken; NULL: it was all
+                CHECK (why IN ('aborted', 'disabled', 'removed', 'unsubscribed')),
+    PRIMARY KEY (job_id, endpoint_id)
+) WITH (fillfactor = 50);
+CREATE INDEX replay_part_job ON replay_part (job_id) WHERE ended_at IS NULL;
+CREATE INDEX replay_part_endpoint ON replay_part (endpoint_id) WHERE ended_at IS NULL;
+
+-- A dead letter that is being sent again: one number, or all of a range.  The
 -- next batches consume it, some numbers each, and make deliveries of them.
 CREATE TABLE replay (
-    id         bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    dead_id    bigint      NOT NULL REFERENCES dead_letter,
-    asked_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
-    next_seq   bigint      NOT NULL,          -- the next one to take
-    next_batch bigint      NOT NULL,          -- none of those left lies below it
-    to_seq     bigint      NOT NULL           -- the last one
+    id          bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    job_id      bigint      NOT NULL REFERENCES replay_job,
+    endpoint_id uuid        NOT NULL,
+    dead_id     bigint      NOT NULL REFERENCES dead_letter,
+    asked_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    next_seq    bigint      NOT NULL,         -- the next one to take
+    next_batch  bigint      NOT NULL,         -- none of those left lies below it
+    to_seq      bigint      NOT NULL          -- the last one
 );
-CREATE INDEX replay_pending ON replay (id) WHERE next_seq <= to_seq;
+CREATE INDEX replay_pending ON replay (endpoint_id, job_id, id) WHERE next_seq <= to_seq;
 CREATE INDEX replay_dead ON replay (dead_id, id);
 
 -- ---------------------------------------------------------------- replicas
@@ -333,32 +416,46 @@ CREATE TABLE journal (
 );
 CREATE INDEX journal_endpoint ON journal (endpoint_id, id);
 
--- -------------------------------------------------------------- partitions
+-- ----------------------------------------------------------------- periods
 
--- Makes the partition [lo, hi) of a parent; without `hi` an open-ended one.
--- The last one always is, so that no producer ever meets a missing partition.
--- CREATE … LIKE and then ATTACH, because CREATE … PARTITION OF would block every
--- producer.
-CREATE FUNCTION add_partition(parent regclass, lo bigint, hi bigint) RETURNS void
+-- Ids and batches are numbered by period: those of period n are n × 10^11 and
+-- above, and each period has a partition of its own, with room for all that
+-- could ever be written in it.  So a period ends when time says so, and is
+-- dropped whole.  A new one begins by moving the numbers on, never by moving
+-- the bounds of a partition, for which producers would have to wait.
+--
+-- `events` are periods of outbox ids, `log` those of batches.
+CREATE TABLE period (
+    kind       text        NOT NULL CHECK (kind IN ('events', 'log')),
+    number     bigint      NOT NULL,
+    began_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
+    high       bigint      NOT NULL DEFAULT 0,  -- the cursor's, when it began
+    ended_at   timestamptz,
+    last_batch bigint,      -- of events: no later batch sequences one of them
+    dropped_at timestamptz, -- decided; the partitions go soon after
+    PRIMARY KEY (kind, number)
+);
+INSERT INTO period (kind, number) VALUES ('events', 0), ('log', 0);
+
+-- Makes the partition of a period.  CREATE … LIKE and then ATTACH, because
+-- CREATE … PARTITION OF would block every producer.
+CREATE FUNCTION add_partition(
+    parent regclass, number bigint, width bigint DEFAULT 100000000000
+) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
-    child text := (SELECT relname FROM pg_class WHERE oid = parent) || '_' || lo;
+    child text := (SELECT relname FROM pg_class WHERE oid = parent) || '_' || number;
 BEGIN
     EXECUTE format('CREATE TABLE %I (LIKE %s INCLUDING DEFAULTS INCLUDING CONSTRAINTS)', child, parent);
     EXECUTE format('ALTER TABLE %s ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)',
-                   parent, child, lo, coalesce(hi::text, 'MAXVALUE'));
+                   parent, child, number * width, (number + 1) * width);
 END $$;
 REVOKE ALL ON FUNCTION add_partition FROM PUBLIC;
 
 DO $$ BEGIN
-    PERFORM add_partition('outbox', 0, 1000000);
-    PERFORM add_partition('outbox', 1000000, 2000000);
-    PERFORM add_partition('outbox', 2000000, 3000000);
-    PERFORM add_partition('outbox', 3000000, NULL);
-    PERFORM add_partition(parent, 0, 1000000),
-            add_partition(parent, 1000000, 2000000),
-            add_partition(parent, 2000000, NULL)
-       FROM unnest('{batch,delivery,attempt}'::regclass[]) parent;
+    PERFORM add_partition(parent, number)
+       FROM unnest('{outbox,batch,delivery,attempt}'::regclass[]) parent,
+            generate_series(0, 2) number;
 END $$;
 
 INSERT INTO batch (batch, high) VALUES (0, 0);

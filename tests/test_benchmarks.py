@@ -10,9 +10,19 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import __main__ as bench
-from benchmarks import commits, deliveries, failover, latency, memory, replicas
+from benchmarks import (
+    commands,
+    commits,
+    deliveries,
+    failover,
+    horizon,
+    latency,
+    memory,
+    replicas,
+)
 from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
+from benchmarks.history import Past
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,17 +47,21 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
             *await replicas.run(stage, rounds, [replicas.Load("some", 200, 400)], (1, 2), 6),
             *await replicas.idle(stage, 1.5),
             *await failover.run(stage, 1),
+            *await commands.run(stage, 1, Past(200, 20, 10)),
+            *await horizon.run(stage, 0.4, 1),
         ]
 
     monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})
     monkeypatch.setattr(commits, "find_pgbench", lambda: None)  # It knows whole seconds only.
     monkeypatch.setattr(memory, "SETTLE_S", 0.1)
+    few = ("trace, X-Delivery", "dead show")
+    monkeypatch.setattr(commands, "COMMANDS", {name: commands.COMMANDS[name] for name in few})
     words = ["--quick", "--json", "--out", str(tmp_path)]
     ended = CliRunner().invoke(bench.main, words, catch_exceptions=False)
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
-    # Two each of latency, memory and idle replicas; three and four of the others.
-    assert len(rows) == 1 + 3 + 1 + 1 + 2 + 1
+    # Several each of most of them.
+    assert len(rows) == 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()
@@ -75,4 +89,7 @@ def test_a_missed_target_is_a_bad_answer(
 def test_an_unknown_section_is_wrong_usage() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
-    assert "choose from deliveries, commits, latency, memory, replicas, failover" in ended.stderr
+    assert (
+        "choose from deliveries, commits, latency, replays, memory, replicas, failover"
+        in ended.stderr
+    )

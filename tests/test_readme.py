@@ -6,25 +6,41 @@ import asyncio
 import re
 import shlex
 import signal
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
+import outbox as package
 from outbox.cli.main import COMMANDS
 from outbox.config import Settings, variable
 from outbox.core import declaration
+from outbox.core.answer import Answer
 from tests.support.process import Ended, command_line, environment, outbox
-from tests.support.relay import all_ended
+from tests.support.relay import (
+    OK,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+)
 from tests.support.tcp import free_port
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from asyncpg import Connection
+
     from tests.support.postgres import Database
+    from tests.support.relay import Sent
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+# Walked through on its own.
+_BEGIN, _END = "### Order 17 never arrived", "### When things go wrong"
+GUIDE = README[README.index(_BEGIN) : README.index(_END)]
 
 # What differs from run to run.
 VOLATILE = (
@@ -35,6 +51,8 @@ VOLATILE = (
     (r"127\.0\.0\.1:\d+", "<address>"),
     (r"\S+:\d+$", "<process>"),
     (r"\d+\.\d s", "<seconds>"),
+    (r"[+]?\b\d+(\.\d)? ms\b", "<moment>"),
+    (r"\d{4}-\d\d-\d\d <time>[+]00:00", "<date>"),
     (r" +", " "),
 )
 
@@ -48,10 +66,18 @@ def _same(text: str) -> list[str]:
     return lines
 
 
-def _console() -> list[tuple[str, str]]:
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Fenced blocks with their language."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+BLOCKS = _blocks(README.replace(GUIDE, ""))
+
+
+def _console(blocks: list[tuple[str, str]] = BLOCKS) -> list[tuple[str, str]]:
     """Every `$ command` with the output under it."""
     found = []
-    for language, block in BLOCKS:
+    for language, block in blocks:
         if language == "console":
             for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
                 command, _, output = part.partition("\n")
@@ -135,16 +161,51 @@ async def test_the_walk_through_prints_what_the_readme_says(
 
 
 @pytest.mark.one_major
-async def test_the_python_on_the_first_screen_runs(database: Database) -> None:
-    snippet = next(block for language, block in BLOCKS if language == "python")
+async def test_the_guide_leads_from_the_complaint_to_the_repair(
+    database: Database, tmp_path: Path
+) -> None:
+    mended = False
+
+    def receive(sent: Sent) -> Answer:
+        if sent.url.endswith("billing") and sent.body["data"]["order"] >= 17 and not mended:
+            return Answer.of(400, 0.004, body=b"order number too long")
+        return OK
+
+    await add_endpoint(database, "billing", types=["order.*"])
+    await add_endpoint(database, "audit")
+    walk = Walk(database, tmp_path)
+    async with running(database, Network(receive)):
+        for n in range(15, 21):
+            await publish(database, {"order": n}, type="order.paid", key=f"order-{n}")
+        await all_ended(database)
+        for line, output in _console(_blocks(GUIDE)):
+            # "When the receiver is mended …"
+            mended = mended or ("replay" in line and "--dry-run" not in line)
+            await walk.take(line, output)
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.one_major
+async def test_the_python_runs(database: Database) -> None:
+    first, second = (block for language, block in BLOCKS if language == "python")
     async with database.connection() as connection:
         await connection.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS paid")
-        body = "".join(f"    {line}\n" for line in snippet.splitlines())
-        names: dict[str, object] = {}
-        exec(f"import outbox\nasync def main(connection):\n{body}", names)
-        await names["main"](connection)
+        await _python(first, connection)
         assert await connection.fetchval("SELECT paid FROM public.orders")
         assert await connection.fetchval("SELECT key FROM relay.outbox") == "order-7"
+        in_two_weeks = datetime.now(UTC) + timedelta(days=14)
+        await _python(second, connection, invoice=lambda n: {"n": n}, in_two_weeks=in_two_weeks)
+        keep_s = "SELECT extract(epoch FROM expires_at - claimed_at)::int FROM relay.once"
+        assert await connection.fetchval(keep_s) == 90 * 86400
+        due = await connection.fetchval("SELECT deliver_at FROM relay.future_event")
+        assert due == in_two_weeks
+
+
+async def _python(snippet: str, connection: Connection[Any], **given: object) -> None:
+    body = "".join(f"    {line}\n" for line in snippet.splitlines())
+    names: dict[str, Any] = {"outbox": package, "timedelta": timedelta, **given}
+    exec(f"async def main(connection):\n{body}", names)
+    await names["main"](connection)
 
 
 def test_the_file_of_endpoints_is_one() -> None:

@@ -1,12 +1,12 @@
-"""`outbox dead`: list, show, replay, discard."""
+"""`outbox dead`: list, count, show, replay, discard."""
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from outbox.cli import chosen_by, progress
 from outbox.cli.common import (
     actor,
     database,
@@ -18,17 +18,16 @@ from outbox.cli.common import (
 )
 from outbox.cli.main import Group
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
-from outbox.store import dead, replays
-from outbox.store.replays import Selection
+from outbox.store import dead, discards, replays, selection
+from outbox.store.replays import Outcome
+from outbox.store.selection import Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
     from outbox.store.dead import DeadLetter, DeadRow, ReplayRow
-    from outbox.store.replays import Outcome
 
-ID_MAX = 2**63 - 1
 
 _SKIPPED = {
     "erased": "erased",
@@ -37,12 +36,6 @@ _SKIPPED = {
     "replaying": "replaying already",
     "discarded": "discarded",
 }
-
-
-def _dead_id(text: str) -> int:
-    if not re.fullmatch("[0-9]{1,19}", text) or not 1 <= int(text) <= ID_MAX:
-        raise click.BadParameter(f'"{text}" is not the number of a dead letter')
-    return int(text)
 
 
 def _numbers(row: DeadRow) -> str:
@@ -71,7 +64,7 @@ _COLUMNS: tuple[tuple[str, Callable[[DeadRow], Any]], ...] = (
 
 @click.group("dead", cls=Group)
 def command() -> None:
-    """List, show, replay and discard dead letters.
+    """List, count, show, replay and discard dead letters.
 
     A dead letter is a delivery that was given up: refused by its receiver, out
     of attempts, expired, or owed to an endpoint that was disabled or removed;
@@ -79,25 +72,16 @@ def command() -> None:
     """
 
 
-def _selection_options(callback: Callable[..., Any]) -> Callable[..., Any]:
-    for option in (
-        click.option("--all", "everything", is_flag=True, help="All dead letters."),
-        click.option("--endpoint", metavar="NAME", help="All of this endpoint."),
-        click.argument("ids", metavar="[ID]...", type=_dead_id, nargs=-1),
-    ):
-        callback = option(callback)
-    return callback
-
-
 @command.command(
     "list",
     epilog="""\b
 Examples:
   outbox dead list --endpoint billing
+  outbox dead list --reason exhausted --since 3d --type "order.*"
   outbox dead list --limit 10 --after 42 --json
 """,
 )
-@click.option("--endpoint", metavar="NAME", help="Only of this endpoint.")
+@chosen_by.filter_options()
 @click.option(
     "--state",
     type=click.Choice([*dead.STATES, "all"]),
@@ -106,11 +90,13 @@ Examples:
     help="Sent again: replaying, then replayed or dead_again; discarded: set aside.",
 )
 @limit_option
-@click.option("--after", type=click.IntRange(0, ID_MAX), default=0, help="Only ids above this.")
+@click.option(
+    "--after", type=click.IntRange(0, chosen_by.ID_MAX), default=0, help="Only ids above this."
+)
 @json_option
 @settings_options
 def list_(
-    settings: Settings, endpoint: str | None, state: str, limit: int, after: int, as_json: bool
+    settings: Settings, state: str, limit: int, after: int, as_json: bool, **chosen: Any
 ) -> None:
     """List dead letters, oldest first."""
     states = dead.STATES if state == "all" else tuple(s for s in dead.STATES if s == state)
@@ -120,7 +106,7 @@ def list_(
             rows = await dead.page(
                 connection,
                 settings.schema_name,
-                endpoint=endpoint,
+                only=chosen_by.of(await selection.now(connection), chosen),
                 states=states,
                 limit=limit + 1,
                 after=after,
@@ -143,12 +129,48 @@ def list_(
 
 
 @command.command(
+    "count",
+    epilog="""\b
+Examples:
+  outbox dead count
+  outbox dead count --since 1d --json
+""",
+)
+@chosen_by.filter_options()
+@json_option
+@settings_options
+def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
+    """Count dead letters by endpoint, reason and state."""
+
+    async def go() -> list[dead.Count]:
+        async with database(settings) as connection:
+            only = chosen_by.of(await selection.now(connection), chosen)
+            return await dead.counts(connection, settings.schema_name, only=only)
+
+    found = run_async(go())
+    rows: dict[tuple[str, str], dict[str, int]] = {}
+    total: dict[str, int] = dict.fromkeys(dead.STATES, 0)
+    for each in found:
+        by_state = rows.setdefault((each.endpoint, each.reason), dict.fromkeys(dead.STATES, 0))
+        by_state[each.state] += each.letters
+        total[each.state] += each.letters
+    if as_json:
+        emit_json({"total": total, "counts": found})
+        return
+    table = [[*which, *by_state.values()] for which, by_state in rows.items()]
+    if len(table) > 1:
+        table.append(["all", "", *total.values()])
+    names = [state.replace("_", " ") for state in dead.STATES]
+    emit_table(["endpoint", "reason", *names], table, "no dead letters")
+
+
+@command.command(
     epilog="""\b
 Example:
   outbox dead show 42 --json
 """
 )
-@click.argument("dead_id", metavar="ID", type=_dead_id)
+@click.argument("dead_id", metavar="ID", type=chosen_by.dead_id)
 @json_option
 @settings_options
 def show(settings: Settings, dead_id: int, as_json: bool) -> None:
@@ -169,68 +191,135 @@ def show(settings: Settings, dead_id: int, as_json: bool) -> None:
     epilog="""\b
 Examples:
   outbox dead replay 42 43
-  outbox dead replay --endpoint billing
+  outbox dead replay --endpoint billing --since 2h --dry-run
+  outbox dead replay --reason exhausted --type "order.*" --rate 50
+
+How far it is, and to abort it: outbox replay list | show | abort
 """
 )
-@_selection_options
+@chosen_by.filter_options()
+@chosen_by.selection_options
+@progress.rate_option
+@progress.wait_option
 @json_option
 @settings_options
 def replay(
-    settings: Settings, ids: tuple[int, ...], endpoint: str | None, everything: bool, as_json: bool
+    settings: Settings,
+    ids: tuple[int, ...],
+    everything: bool,
+    dry_run: bool,
+    rate_per_s: float | None,
+    wait: bool | None,
+    as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Send dead letters again, at the end of their lanes.
 
-    Each is a new delivery with a number of its own and the same X-Delivery; a
-    range becomes as many as it holds.
+    Each is a new delivery with a number of its own and the same X-Delivery, and
+    its attempts start again; a range becomes as many as it holds. They go no
+    faster than live events allow.
     """
-    selection = Selection(ids, endpoint, everything)
+    chosen_by.require_some(ids, everything, chosen)
 
     async def go() -> None:
+        schema = settings.schema_name
         async with database(settings) as connection:
+            only = chosen_by.of(await selection.now(connection), chosen)
+            which = Selection(ids, only, everything)
+            if dry_run:
+                _, outcome = await replays.plan(connection, schema, which)
+                _tell_plan("replaying", outcome, as_json)
+                return
             outcome = await replays.replay(
-                connection, settings.schema_name, selection, actor=actor()
+                connection, schema, which, actor=actor(), rate_per_s=rate_per_s
             )
-        _tell("replaying", outcome, as_json)
+            if not as_json:
+                _tell("replaying", outcome, as_json)
+            job = None
+            if outcome.job is not None:
+                # What is named by number is few, and nobody need watch it.
+                stay = False if wait is None and ids else wait
+                job = await progress.follow(
+                    connection, schema, outcome.job, wait=stay, as_json=as_json
+                )
+            if job is not None:
+                progress.tell(job, as_json=as_json)
+            elif as_json:
+                _tell("replaying", outcome, as_json)
 
     run_async(go())
 
 
 @command.command(
     epilog="""\b
-Example:
+Examples:
   outbox dead discard 42 --reason "the customer left"
+  outbox dead discard --type "cart.*" --until 30d --dry-run
 """
 )
-@_selection_options
+@chosen_by.filter_options("--given-up")
+@chosen_by.selection_options
 @click.option("--reason", metavar="TEXT", help="Kept in the journal, beside who did it.")
 @json_option
 @settings_options
 def discard(
     settings: Settings,
     ids: tuple[int, ...],
-    endpoint: str | None,
     everything: bool,
+    dry_run: bool,
     reason: str | None,
     as_json: bool,
+    **chosen: Any,
 ) -> None:
     """Set dead letters aside for good."""
-    selection = Selection(ids, endpoint, everything)
+    chosen_by.require_some(ids, everything, chosen)
 
     async def go() -> None:
+        schema = settings.schema_name
         async with database(settings) as connection:
-            outcome = await replays.discard(
-                connection, settings.schema_name, selection, actor=actor(), reason=reason
+            which = Selection(
+                ids, chosen_by.of(await selection.now(connection), chosen), everything
+            )
+            if dry_run:
+                _tell_plan(
+                    "discarded",
+                    Outcome(await discards.count(connection, schema, which), {}),
+                    as_json,
+                )
+                return
+            outcome = await discards.discard(
+                connection, schema, which, actor=actor(), reason=reason
             )
         _tell("discarded", outcome, as_json)
 
     run_async(go())
 
 
+def _tell_plan(verb: str, outcome: Outcome, as_json: bool) -> None:
+    if as_json:
+        told: dict[str, Any] = {"dry_run": True, verb: outcome.done, "skipped": outcome.skipped}
+        emit_json(
+            told if outcome.by_endpoint is None else told | {"by_endpoint": outcome.by_endpoint}
+        )
+        return
+    what = "sent again" if verb == "replaying" else verb
+    click.echo(f"would be {what}: {count(outcome.done, 'dead letter')}; nothing was done")
+    _tell_skipped(outcome)
+    if outcome.by_endpoint and len(outcome.by_endpoint) > 1:
+        emit_table(["endpoint", "dead letters"], list(outcome.by_endpoint.items()), "")
+
+
 def _tell(verb: str, outcome: Outcome, as_json: bool) -> None:
     if as_json:
-        emit_json({verb: outcome.done, "skipped": outcome.skipped})
+        told = {verb: outcome.done, "skipped": outcome.skipped}
+        emit_json(told if outcome.job is None else told | {"job": outcome.job})
         return
-    click.echo(f"{verb} {count(outcome.done, 'dead letter')}")
+    job = "" if outcome.job is None else f" (replay job {outcome.job})"
+    click.echo(f"{verb} {count(outcome.done, 'dead letter')}{job}")
+    _tell_skipped(outcome)
+
+
+def _tell_skipped(outcome: Outcome) -> None:
     if outcome.skipped:
         left = ", ".join(f"{n} {_SKIPPED[why]}" for why, n in outcome.skipped.items())
         click.echo(f"left alone: {left}")

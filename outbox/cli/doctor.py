@@ -27,14 +27,24 @@ _MARK_CHARS = max(map(len, Severity))
 Examples:
   outbox doctor
   outbox doctor --json | jq '.findings[] | select(.severity != "ok")'
+  outbox doctor --no-probe                     only read
 
-Exit code 1 says that there is a problem; warnings are none. It only reads, and
-asks nothing for more than some seconds, so it may be run by a monitor.
+Exit code 1 says that there is a problem; warnings are none. It asks nothing for
+more than some seconds, so it may be run by a monitor; a role with pg_monitor and
+SELECT on the tables sees everything. The probe publishes one event of the type
+outbox.probe, which only endpoints get that name outbox in their types.
 """
+)
+@click.option(
+    "--probe/--no-probe",
+    "probing",
+    default=True,
+    show_default=True,
+    help="Send an event through the database, and time it.",
 )
 @json_option
 @settings_options
-def command(settings: Settings, as_json: bool) -> None:
+def command(settings: Settings, probing: bool, as_json: bool) -> None:
     """Look at preconditions and live health, and say what to do."""
 
     async def go() -> list[Finding]:
@@ -44,7 +54,9 @@ def command(settings: Settings, as_json: bool) -> None:
                 settings.schema_name,
                 listening=settings.notify and not settings.pooled,
                 pooled=settings.pooled,
+                probing=probing,
                 refusal=_refusal(settings),
+                keep=settings.keep,
             )
             return [finding async for finding in examine(look)]
 

@@ -34,7 +34,7 @@ def as_json(schema: str, overview: Overview) -> dict[str, Any]:
             "timeline": cursor.timeline,
             "timeline_at": cursor.timeline_at,
         },
-        "gaps": {"open": overview.gaps, "ids": overview.gap_ids},
+        "open_gaps": overview.gaps,
         "replicas": overview.replicas,
         "owed": overview.owed,
         "endpoints_total": overview.endpoints_total,
@@ -53,7 +53,7 @@ def pairs(schema: str, overview: Overview) -> list[tuple[str, Any]]:
         ("relays", f"{alive} alive" if alive else "none alive; start one: outbox relay"),
         ("sequenced", _sequenced(overview)),
         ("timeline", _timeline(overview)),
-        ("gaps", f"{open_gaps}, {count(overview.gap_ids, 'id')}" if overview.gaps else "none"),
+        ("gaps", open_gaps if overview.gaps else "none"),
         ("dead letters", overview.dead_letters.get("dead", 0)),
         ("endpoints", overview.endpoints_total),
         (

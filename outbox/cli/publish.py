@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import sys
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 import click
 
 from outbox.cli.common import database, duration_s, json_option, run_async, settings_options
-from outbox.cli.output import emit_json
+from outbox.cli.output import cell, emit_json
 from outbox.errors import UsageError
 from outbox.producer import publish
 
 if TYPE_CHECKING:
     from outbox.config import Settings
+
+
+def time_with_zone(text: str) -> datetime:
+    """A moment: `2027-01-31T09:00:00+01:00`, or with `Z` for UTC.
+
+    Raises:
+        click.BadParameter: it is none, or does not say its zone.
+    """
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        raise click.BadParameter(f'"{text}" is not a time such as 2027-01-31T09:00:00Z') from None
+    if at.utcoffset() is None:
+        raise click.BadParameter(f'"{text}" does not say its zone; write {text}Z or {text}+01:00')
+    return at
 
 
 @click.command(
@@ -22,12 +38,20 @@ Examples:
   outbox publish order.paid --key order-7 --payload '{"order": 7}'
   jq -c . order.json | outbox publish order.paid --payload -
   outbox publish plan.renewed --once plan:7    at most once in 30 days
+  outbox publish report.due --once report --once-for 1d
+  outbox publish trial.ended --key user-7 --at 2027-01-31T09:00:00+01:00
 """
 )
 @click.argument("type_", metavar="TYPE")
 @click.option("--key", metavar="KEY", help="Events with the same key keep their order.")
 @click.option("--payload", metavar="JSON", default="{}", help="The event's data; - reads stdin.")
 @click.option("--once", metavar="KEY", help="Publish nothing when this key was taken before.")
+@click.option(
+    "--once-for",
+    type=duration_s,
+    metavar="TIME",
+    help="Keep that key for so long: 10m, 2h, 1d; default: 30d.",
+)
 @click.option("--tenant", metavar="TENANT", help="Only for this tenant's endpoints.")
 @click.option(
     "--header", "headers", multiple=True, metavar="NAME=VALUE", help="Sent along; repeatable."
@@ -36,7 +60,15 @@ Examples:
     "--expires-in",
     type=duration_s,
     metavar="TIME",
-    help="Not worth sending after: 30s, 10m, 2h, 1d.",
+    help="Not worth sending after: 30s, 10m, 2h, 1d; with --at, counted from then on.",
+)
+@click.option(
+    "--at",
+    "--deliver-at",
+    "deliver_at",
+    type=time_with_zone,
+    metavar="TIME",
+    help="Publish it then: 2027-01-31T09:00:00+01:00.",
 )
 @json_option
 @settings_options
@@ -46,13 +78,15 @@ def command(
     key: str | None,
     payload: str,
     once: str | None,
+    once_for: float | None,
     tenant: str | None,
     headers: tuple[str, ...],
     expires_in: float | None,
+    deliver_at: datetime | None,
     as_json: bool,
 ) -> None:
     """Publish one event of TYPE, in a transaction of its own."""
-    raw = _read(payload)
+    raw = read_payload(payload)
 
     async def go() -> None:
         async with database(settings, current=False) as connection:
@@ -63,21 +97,31 @@ def command(
                 key=key,
                 tenant=tenant,
                 once=once,
+                once_for=once_for,
                 expires_in=expires_in,
-                headers=_headers(headers),
+                deliver_at=deliver_at,
+                headers=parse_headers(headers),
                 schema=settings.schema_name,
             )
         if as_json:
-            emit_json({"id": event_id, "published": event_id is not None})
+            told = {} if deliver_at is None else {"deliver_at": deliver_at}
+            emit_json({"id": event_id, "published": event_id is not None, **told})
         elif event_id is None:
             click.echo(f'not published: the once key "{once}" was already taken')
+        elif deliver_at is not None:
+            click.echo(f"published {event_id}, due {cell(deliver_at)}")
         else:
             click.echo(f"published {event_id}")
 
     run_async(go())
 
 
-def _read(payload: str) -> bytes:
+def read_payload(payload: str) -> bytes:
+    """What --payload stands for.
+
+    Raises:
+        UsageError: stdin is to be read, and is closed.
+    """
     if payload == "-":
         if sys.stdin is None:
             raise UsageError("--payload -: stdin is closed")
@@ -85,7 +129,12 @@ def _read(payload: str) -> bytes:
     return payload.encode("utf-8", "surrogateescape")
 
 
-def _headers(pairs: tuple[str, ...]) -> dict[str, str] | None:
+def parse_headers(pairs: tuple[str, ...]) -> dict[str, str] | None:
+    """What --header, said any number of times, stands for; None: it was not said.
+
+    Raises:
+        UsageError: one is not NAME=VALUE, or stands there twice.
+    """
     headers: dict[str, str] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -5,20 +5,27 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import database, json_option, run_async, settings_options
+from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, emit_table, safe
-from outbox.store.audit import CHECKS, audit, counts
+from outbox.errors import UsageError
+from outbox.store.audit import CHECKS, EXAMPLES_MAX, audit, counts
 from outbox.store.connect import map_errors
+from outbox.store.repair import ADVICE, mend, plan
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from asyncpg import Connection
+
     from outbox.config import Settings
     from outbox.store.audit import Finding
+    from outbox.store.repair import Mended
 
 
 @click.command(
@@ -26,51 +33,127 @@ if TYPE_CHECKING:
 Examples:
   outbox verify
   outbox verify --json | jq .violations
+  outbox verify --repair --dry-run
+  outbox verify --repair --yes
 
 Exit code 1 says that a promise is broken. It reads everything that is kept, in
 one snapshot, while relays and producers go on working.
+
+--repair mends what the other tables tell for certain how it has to be: counters,
+checkpoints, owners, gaps, and what is left of something that ended. Each repair is
+in the journal. Relays may go on running; they register anew. Then it looks again:
+exit code 0 says that nothing is broken any more.
 """
 )
+@click.option("--repair", "repairs", is_flag=True, help="Mend what can be; asks before it does.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Tell what --repair would do, and do nothing.")
 @json_option
 @settings_options
-def command(settings: Settings, as_json: bool) -> None:
+def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json: bool) -> None:
     """Prove from the tables that nothing is lost, doubled or out of order."""
-    findings: list[Finding] = []
+    if (yes or dry_run) and not repairs:
+        raise UsageError("--yes and --dry-run go with --repair")
+    if repairs and not (yes or dry_run or _is_asked()):
+        raise UsageError("--repair changes the database: say --yes, or --dry-run to see how")
 
-    async def go() -> dict[str, int]:
+    async def look() -> tuple[Audit, list[Mended]]:
         async with database(settings) as connection:
-            with map_errors(settings.schema_name):
-                about = await counts(connection)
-                async for finding in audit(connection):
-                    findings.append(finding)  # noqa: PERF401 (the spinner moves on between)
-        return about
+            found = await _audit(connection, settings)
+            return found, await plan(connection, settings.schema_name) if repairs else []
 
-    started = time.monotonic()
+    async def do() -> tuple[list[Mended], Audit]:
+        async with database(settings) as connection:
+            done = await mend(connection, settings.schema_name, actor=actor())
+            return done, await _audit(connection, settings)
+
     with _spinner(as_json):
-        about = run_async(go())
-    seconds = round(time.monotonic() - started, 3)
-    violations = sum(finding.violations for finding in findings)
+        found, planned = run_async(look())
+    done: list[Mended] = []
+    if planned and not dry_run:
+        if not yes:
+            _list("this can be mended", planned, err=True)
+            if not click.confirm(f"mend {count(len(planned), 'damage')}?", err=True):
+                raise UsageError("nothing was changed")
+        with _spinner(as_json):
+            done, found = run_async(do())
     if as_json:
-        emit_json(
-            {
-                "violations": violations,
-                "checks": [
-                    {
-                        "name": f.check.name,
-                        "promise": f.check.promise,
-                        "violations": f.violations,
-                        "examples": f.examples,
-                    }
-                    for f in findings
-                ],
-                "counts": about,
-                "seconds": seconds,
-            }
-        )
+        emit_json(found.as_json() | _repairs_as_json(repairs, planned, done, dry_run=dry_run))
     else:
-        _show(findings, about, violations, seconds)
-    if violations:
+        if repairs and not planned:
+            click.echo("there is nothing to mend\n")
+        elif dry_run:
+            _list("this would be mended", planned)
+        elif done:
+            _list("mended", done)
+        _show(found)
+    if found.violations:
         raise click.exceptions.Exit(1)
+
+
+def _is_asked() -> bool:
+    """Whether somebody is there to be asked."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What all checks found."""
+
+    findings: list[Finding]
+    about: dict[str, int]
+    seconds: float
+
+    @property
+    def violations(self) -> int:
+        """How many exceptions there are in all."""
+        return sum(finding.violations for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `--json` prints it."""
+        return {
+            "violations": self.violations,
+            "checks": [
+                {
+                    "name": f.check.name,
+                    "promise": f.check.promise,
+                    "violations": f.violations,
+                    "examples": f.examples,
+                    "do": ADVICE[f.check.name] if f.violations else None,
+                }
+                for f in self.findings
+            ],
+            "counts": self.about,
+            "seconds": self.seconds,
+        }
+
+
+async def _audit(connection: Connection[Any], settings: Settings) -> Audit:
+    started = time.monotonic()
+    with map_errors(settings.schema_name):
+        about = await counts(connection)
+        findings = [finding async for finding in audit(connection)]
+    return Audit(findings, about, round(time.monotonic() - started, 3))
+
+
+def _repairs_as_json(
+    repairs: bool, planned: list[Mended], done: list[Mended], *, dry_run: bool
+) -> dict[str, Any]:
+    if not repairs:
+        return {}
+    return {"would_repair": planned} if dry_run else {"repaired": done}
+
+
+def _list(title: str, repairs: list[Mended], *, err: bool = False) -> None:
+    click.echo(f"{title}:", err=err)
+    for does, same in groupby(repairs, key=lambda mended: mended.does):
+        told = [mended.what for mended in same]
+        for what in told[:EXAMPLES_MAX]:
+            click.echo(f"  {safe(what)}", err=err)
+        if len(told) > EXAMPLES_MAX:
+            click.echo(f"  and {len(told) - EXAMPLES_MAX} more", err=err)
+        click.echo(f"    → {does}", err=err)
+    click.echo(err=err)
 
 
 def _spinner(as_json: bool) -> AbstractContextManager[Any]:
@@ -81,17 +164,20 @@ def _spinner(as_json: bool) -> AbstractContextManager[Any]:
     return Console(stderr=True).status(f"asking {count(len(CHECKS), 'question')} …")
 
 
-def _show(findings: list[Finding], about: dict[str, int], violations: int, seconds: float) -> None:
+def _show(found: Audit) -> None:
     emit_table(
         ["check", "promise", "exceptions"],
-        [(f.check.name, f.check.promise, f.violations) for f in findings],
+        [(f.check.name, f.check.promise, f.violations) for f in found.findings],
         "",
     )
-    for finding in findings:
+    for finding in found.findings:
         for example in finding.examples:
             click.echo(f"  {finding.check.name}: {safe(example)}")
+        if finding.violations:
+            click.echo(f"    → {ADVICE[finding.check.name]}")
     looked_at = ", ".join(
-        count(n, noun.removesuffix("s").replace("_", " ")) for noun, n in about.items()
+        count(n, noun.removesuffix("s").replace("_", " ")) for noun, n in found.about.items()
     )
+    violations = found.violations
     verdict = "every promise holds" if not violations else count(violations, "exception")
-    click.echo(f"\n{verdict}; looked at {looked_at} in {seconds:.1f} s")
+    click.echo(f"\n{verdict}; looked at {looked_at} in {found.seconds:.1f} s")

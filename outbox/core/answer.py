@@ -31,32 +31,41 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 BODY_BYTES_MAX = 16 * 1024
 """How much of an answer's body is ever read."""
 DETAIL_CHARS_MAX = 300
+SUMMARY_VERSION = 1
+"""Of the form in which answers are stored; raised when the meaning of a field changes."""
 SUMMARY_BODY_CHARS_MAX = 2048
+RECEIPT_BODY_CHARS_MAX = 256
+"""Of a success less is kept: there are many more of them."""
 SUMMARY_HEADER_CHARS_MAX = 256
 RETRY_AFTER_S_MAX = 3600.0
 
 RETRYABLE = frozenset({408, 425, 429, *range(500, 600)})
 """Statuses worth another try, unless an endpoint has its own list."""
 
-# What helps to find a request in the receiver's logs, and nothing that could
-# be a credential of theirs (set-cookie, www-authenticate).
-_SUMMARY_HEADERS = frozenset(
+# What helps to find a request in the receiver's logs.
+_TRACE_HEADERS = frozenset(
     {
         "cf-ray",
+        "request-id",
+        "traceparent",
+        "x-amz-cf-id",
+        "x-amzn-requestid",
+        "x-correlation-id",
+        "x-request-id",
+    }
+)
+# And what tells how it was answered; nothing that could be a credential of theirs
+# (set-cookie, www-authenticate).
+_SUMMARY_HEADERS = _TRACE_HEADERS | frozenset(
+    {
         "content-encoding",
         "content-length",
         "content-type",
         "date",
         "location",
-        "request-id",
         "retry-after",
         "server",
-        "traceparent",
         "via",
-        "x-amz-cf-id",
-        "x-amzn-requestid",
-        "x-correlation-id",
-        "x-request-id",
     }
 )
 
@@ -185,7 +194,7 @@ def summary(answer: Answer) -> dict[str, Any]:
 
     Everything in it is text that jsonb can hold and a terminal can show.
     """
-    told: dict[str, Any] = {}
+    told: dict[str, Any] = {"version": SUMMARY_VERSION}
     if answer.status is not None:
         told["status"] = answer.status
     if answer.failure is not None:
@@ -193,15 +202,28 @@ def summary(answer: Answer) -> dict[str, Any]:
     if answer.detail:
         told["detail"] = answer.detail
     told["elapsed_ms"] = round(answer.elapsed_s * 1000, 1)
+    return told | _content(answer, _SUMMARY_HEADERS, SUMMARY_BODY_CHARS_MAX)
+
+
+def receipt(answer: Answer) -> dict[str, Any] | None:
+    """What is kept of a success: what finds the request in the receiver's logs, and the
+    beginning of what it said.  None when it said nothing of the kind.
+    """
+    content = _content(answer, _TRACE_HEADERS, RECEIPT_BODY_CHARS_MAX)
+    return {"version": SUMMARY_VERSION, **content} if content else None
+
+
+def _content(answer: Answer, wanted: frozenset[str], body_chars_max: int) -> dict[str, Any]:
+    told: dict[str, Any] = {}
     headers = {
         name.lower(): one_line(value, SUMMARY_HEADER_CHARS_MAX)
         for name, value in answer.headers
-        if name.lower() in _SUMMARY_HEADERS
+        if name.lower() in wanted
     }
     if headers:
         told["headers"] = headers
     if answer.body:
-        told["body"] = _text(answer.body)
+        told["body"] = _text(answer.body, body_chars_max)
     return told
 
 
@@ -213,9 +235,9 @@ def one_line(text: str, chars_max: int = DETAIL_CHARS_MAX) -> str:
     return line if len(line) <= chars_max else line[: chars_max - 1] + "…"
 
 
-def _text(body: bytes) -> str:
+def _text(body: bytes, chars_max: int) -> str:
     # Bytes first, so that a large body is not decoded whole.  No character
     # takes more than four: what this cuts in two lies beyond the bound.
-    text = body[: SUMMARY_BODY_CHARS_MAX * 4 + 1].decode("utf-8", "replace")
+    text = body[: chars_max * 4 + 1].decode("utf-8", "replace")
     text = _UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", text)
-    return text if len(text) <= SUMMARY_BODY_CHARS_MAX else text[: SUMMARY_BODY_CHARS_MAX - 1] + "…"
+    return text if len(text) <= chars_max else text[: chars_max - 1] + "…"

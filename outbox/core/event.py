@@ -4,12 +4,13 @@ The same limits are CHECKs of the table `outbox`, because a plain INSERT is a
 producer too.  Told here, they cost no round trip and leave the caller's
 transaction alive.
 
-    type      dotted segments of letters, digits and _; 255 bytes
-    key       1 to 512 bytes
-    tenant    1 to 255 bytes
-    once      1 to 512 bytes
-    headers   names and values that HTTP can carry; 8192 bytes as JSON
-    payload   JSON that jsonb can hold; the size is a setting of the database
+    type        dotted segments of letters, digits and _; 255 bytes
+    key         1 to 512 bytes
+    tenant      1 to 255 bytes
+    once        1 to 512 bytes; once_for: more than 0, at most a century
+    headers     names and values that HTTP can carry; 8192 bytes as JSON
+    payload     JSON that jsonb can hold; the size is a setting of the database
+    deliver_at  a time that says its zone
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import math
 import re
 from dataclasses import asdict, is_dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ KEY_BYTES_MAX = 512
 TENANT_BYTES_MAX = 255
 ONCE_BYTES_MAX = 512
 HEADERS_BYTES_MAX = 8192
-EXPIRES_IN_S_MAX = 100 * 365.25 * 86400
+CENTURY_S = 100 * 365.25 * 86400
 
 _TYPE = re.compile(r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*")
 # A \u0000 whose backslash is not itself escaped.
@@ -101,6 +102,22 @@ def expires_in_s(value: timedelta | float | None) -> float | None:
     Raises:
         InvalidEvent: it is not a duration, not positive, or beyond a century.
     """
+    return _seconds("expires_in", value)
+
+
+def once_for_s(value: timedelta | float | None, once: str | None) -> float | None:
+    """Seconds for which nobody else gets a once key; None: as long as usual.
+
+    Raises:
+        InvalidEvent: it is not a duration, not positive, beyond a century, or there
+            is no once key.
+    """
+    if value is not None and once is None:
+        raise InvalidEvent("once_for", "goes with once")
+    return _seconds("once_for", value)
+
+
+def _seconds(field: str, value: timedelta | float | None) -> float | None:
     if value is None:
         return None
     if isinstance(value, timedelta):
@@ -108,10 +125,28 @@ def expires_in_s(value: timedelta | float | None) -> float | None:
     elif isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value)
     else:
-        raise InvalidEvent("expires_in", f"{type(value).__name__} is neither timedelta nor seconds")
-    if not 0 < seconds <= EXPIRES_IN_S_MAX:
-        raise InvalidEvent("expires_in", f"{seconds:g} s is not between 0 and a century")
+        raise InvalidEvent(field, f"{type(value).__name__} is neither timedelta nor seconds")
+    if not 0 < seconds <= CENTURY_S:
+        raise InvalidEvent(field, f"{seconds:g} s is not between 0 and a century")
     return seconds
+
+
+def deliver_at(value: datetime | None) -> str | None:
+    """When an event is to enter the outbox, as text that no session's zone changes.
+
+    Raises:
+        InvalidEvent: it is no time, or one that does not say its zone.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, datetime):
+        raise InvalidEvent("deliver_at", f"{type(value).__name__} is not a datetime")
+    if value.utcoffset() is None:
+        raise InvalidEvent("deliver_at", "has no time zone; say datetime.now(UTC) + …")
+    try:
+        return value.astimezone(UTC).isoformat()
+    except OverflowError:
+        raise InvalidEvent("deliver_at", "lies beyond all calendars") from None
 
 
 def encode_payload(value: Any) -> str:

@@ -14,10 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.answer import summary
-
 if TYPE_CHECKING:
-    from outbox.core.answer import Answer
     from outbox.core.retry import RetryPolicy
     from outbox.core.steps import Progress
 
@@ -51,11 +48,11 @@ class Head:
         """Whether an attempt at this time counts."""
         return self.next_attempt_at is None or self.next_attempt_at <= now
 
-    def answered(self, answer: Answer, started_at: float) -> None:
-        """An attempt was made, and it did not succeed."""
+    def answered(self, told: dict[str, Any] | None, started_at: float) -> None:
+        """An attempt was made, and it did not succeed; what is kept of the answer."""
         if self.first_attempt_at is None:
             self.first_attempt_at = started_at
-        self.last_answer = summary(answer)
+        self.last_answer = told
 
     def hold_to(self, policy: RetryPolicy, now: float) -> None:
         """Wait no longer than the policy could have said: a clock may have been set back."""

@@ -29,7 +29,7 @@ from enum import Enum, auto
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
-from outbox.core.answer import Verdict
+from outbox.core.answer import Verdict, receipt, summary
 from outbox.core.head import Head
 from outbox.core.steps import (
     AttemptRow,
@@ -90,11 +90,13 @@ class Lane:
         "_free",
         "_head",
         "_last_seq",
+        "_outdated",
         "_queue",
         "_read_from_batch",
         "_sent_through_batch",
         "_stalled_since",
         "_stopped",
+        "_stray",
         "_success_at",
         "id",
     )
@@ -130,6 +132,8 @@ class Lane:
         self._queue: deque[Delivery | Gone] = deque()
         self._fetched = progress.acked_seq
         self._fetching = False
+        # What is in hand is to be read again; an answer on its way is of no use.
+        self._outdated = self._stray = False
         self._read_from_batch = progress.floor_batch
         self._busy: _Busy | None = None
         self._free = False
@@ -214,6 +218,8 @@ class Lane:
         """
         if self._busy is not None or self._stopped:
             return None
+        if self._outdated:
+            self._drop_in_hand()
         if self._cut is not None:
             through_seq, reason = self._cut
             self._cut = None
@@ -277,6 +283,9 @@ class Lane:
     def fetched(self, deliveries: Sequence[Delivery | Gone]) -> None:
         """The answer to a Fetch."""
         self._fetching = False
+        if self._stray:
+            self._stray = False
+            return
         for delivery in deliveries:
             if delivery.seq <= self._fetched:
                 continue  # Given up, or given, while it was read.
@@ -305,6 +314,7 @@ class Lane:
         """
         first, head = self._queue[0], self._head
         head.attempts += 1
+        told = receipt(answer) if verdict is Verdict.DELIVERED else summary(answer)
         row = AttemptRow(
             first.batch,
             first.seq,
@@ -314,6 +324,7 @@ class Lane:
             answer.detail or (answer.failure.value if answer.failure else None),
             started_at,
             answer.elapsed_s,
+            told,
         )
         if verdict is Verdict.DELIVERED:
             self._success_at = now
@@ -321,16 +332,17 @@ class Lane:
             self._stalled_since = now if self.owed else None
             self._busy = None
             return Record(self.id, first.seq, row)
-        head.answered(answer, started_at)
+        head.answered(told, started_at)
         if verdict is Verdict.REFUSED:
             return self._give_up(first, "refused", row, blocks=blocks)
         if not self._free and head.spend(policy, started_at=started_at, now=now, u=u):
             return self._give_up(first, "exhausted", row, blocks=blocks)
         self._busy = _Busy.RECORDING
+        self._floor_batch = first.batch
         progress = Progress(
             self._acked,
             self._delivered,
-            first.batch,
+            self._floor_batch,
             first.seq,
             head.attempts,
             head.spent,
@@ -372,6 +384,10 @@ class Lane:
         """An operator lets it go on."""
         self._blocked = False
 
+    def reread(self) -> None:
+        """What is in hand may not be what is stored any more: read it again."""
+        self._outdated = True
+
     def end(self) -> None:
         """A newer generation took its place: what it owes now is the last of it."""
         self._ended = True
@@ -388,6 +404,13 @@ class Lane:
         self._read_from_batch = delivery.batch
         # It may be newer than what was offered.
         self._last_seq = max(self._last_seq, self._fetched)
+
+    def _drop_in_hand(self) -> None:
+        self._outdated = False
+        self._stray = self._fetching
+        self._queue.clear()
+        self._fetched = self._acked
+        self._read_from_batch = self._floor_batch
 
     def _pass(self, seq: int, batch: int, *, delivered: bool) -> None:
         while self._queue and self._queue[0].seq <= seq:
@@ -408,7 +431,9 @@ class Lane:
         *,
         blocks: bool = False,
     ) -> Record:
-        dead = DeadLetter(first, reason, self._head.attempts, self._head.last_answer)
+        # Of an event that was erased, what receivers said of it is not kept either.
+        told = None if isinstance(first, Gone) else self._head.last_answer
+        dead = DeadLetter(first, reason, self._head.attempts, told)
         return self._end_of(first.seq, first.batch, row, dead, blocks=blocks)
 
     def _give_up_range(self, through_seq: int, reason: Reason) -> Record:

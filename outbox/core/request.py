@@ -8,7 +8,7 @@ bytes are spliced in as the database wrote them and never parsed here.
 Headers of ours, in the words of the contract:
 
     webhook-id, webhook-timestamp, webhook-signature   Standard Webhooks 1.0
-    X-Delivery            same as webhook-id: one per event and endpoint
+    X-Delivery            same as webhook-id: one per event and endpoint (and backfill)
     X-Event               the event's id (its type is in the body)
     X-Lane, X-Sequence, X-Previous-Sequence            as in the body
     X-Attempt             1, 2, …: information only, not signed
@@ -63,6 +63,13 @@ class Delivery:
     """JSON text of an object of strings."""
     replay_of: tuple[str, int] | None = None
     """The lane and number of the hole that this delivery closes."""
+    backfill_id: int | None = None
+    """The backfill that sends the event once more, under an X-Delivery of its own."""
+
+    @property
+    def delivery_id(self) -> UUID:
+        """Its X-Delivery."""
+        return delivery_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ def prepare(
         lane_ends: nothing will ever follow it in its lane.
         endpoint_headers: what the endpoint asks for beside ours.
     """
-    message_id = str(delivery_id(delivery.endpoint_id, delivery.outbox_id, delivery.event_id))
+    message_id = str(delivery.delivery_id)
     return Prepared(
         message_id=message_id,
         headers=(
@@ -159,6 +166,8 @@ def _body(delivery: Delivery, previous_seq: int, *, lane_ends: bool) -> bytes:
     if delivery.replay_of is not None:
         lane, sequence = delivery.replay_of
         envelope["replay_of"] = {"lane": lane, "sequence": sequence}
+    if delivery.backfill_id is not None:
+        envelope["backfill"] = delivery.backfill_id
     if lane_ends:
         envelope["lane_ends"] = True
     return b'%b,"data":%b}' % (orjson.dumps(envelope)[:-1], delivery.payload)

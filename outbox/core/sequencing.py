@@ -58,26 +58,35 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """A number that is sent again, at the end of a lane."""
+    """An event that is sent again, at the end of a lane."""
 
-    id: int
-    """Of the request."""
     lane_id: int
     outbox_id: int
-    seq: int
+    id: int | None = None
+    """Of the dead letter's replay."""
+    seq: int | None = None
     """The number it stands for."""
+    backfill_id: int | None = None
+    """The backfill that it is of, or that its dead letter was of."""
+    copy_id: int | None = None
+    """The dead letter that has a copy of the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Helping:
-    """What one batch takes of a replay: its next numbers, and where the rest begins."""
+    """What one batch takes of a dead letter's replay: its next numbers, and where the
+    rest begins."""
 
     id: int
+    job_id: int
+    endpoint_id: UUID
     replays: tuple[Replay, ...]
     next_seq: int
     next_batch: int
     missing: int = 0
     """Numbers passed over because their deliveries are not there any more."""
+    reads_events: bool = False
+    """Its events are not kept with the dead letter."""
 
 
 @dataclass(slots=True)
@@ -89,6 +98,8 @@ class Deliveries:
     outbox_ids: list[int] = field(default_factory=list)
     replay_ids: list[int | None] = field(default_factory=list)
     replay_seqs: list[int | None] = field(default_factory=list)
+    backfill_ids: list[int | None] = field(default_factory=list)
+    copy_ids: list[int | None] = field(default_factory=list)
     counters: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -120,6 +131,11 @@ class Router:
             if len(self._matches) > MATCHES_MAX:
                 self._matches.popitem(last=False)
         return routes
+
+    def of(self, endpoint_id: UUID) -> Router | None:
+        """To one endpoint alone; None: it is not subscribed."""
+        own = [route for route, _ in self._routes if route.endpoint_id == endpoint_id]
+        return Router(own) if own else None
 
     def cut(self, events: Sequence[Sighting], deliveries_max: int) -> int:
         """How many of the events fit into one batch: at least one, so it moves."""
@@ -175,6 +191,8 @@ def number(
         out.outbox_ids.append(outbox_id)
         out.replay_ids.append(None if replay is None else replay.id)
         out.replay_seqs.append(None if replay is None else replay.seq)
+        out.backfill_ids.append(None if replay is None else replay.backfill_id)
+        out.copy_ids.append(None if replay is None else replay.copy_id)
 
     for event in events:
         for lane_id in router.lanes(event, refused):
@@ -182,3 +200,15 @@ def number(
     for replay in replays:
         add(replay.lane_id, replay.outbox_id, replay)
     return out
+
+
+def fitting(lane_ids: Iterable[int], per_lane: int, most: int) -> int:
+    """How many of the first ones may be taken: none behind one that may not."""
+    taken: dict[int, int] = {}
+    n = 0
+    for lane_id in lane_ids:
+        taken[lane_id] = taken.get(lane_id, 0) + 1
+        if taken[lane_id] > per_lane or n == most:
+            break
+        n += 1
+    return n

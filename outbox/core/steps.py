@@ -52,6 +52,7 @@ class Gone:
     seq: int
     batch: int
     outbox_id: int
+    backfill_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,8 @@ class AttemptRow:
     error: str | None
     started_at: float
     elapsed_s: float
+    answer: dict[str, Any] | None = None
+    """What is kept of it, see `core.answer`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from outbox.errors import UsageError
 
-CONNECTIONS_PER_RELAY = 9
-"""Eight of a session, and one while it buries its predecessor."""
+CONNECTIONS_PER_RELAY = 10
+"""Nine of a session, and one while it buries its predecessor."""
 PRODUCERS, HOLDERS = 10, 2
 """Producers, and those among them who hold each transaction open for a while."""
 CONTROL_CONNECTIONS = 4

@@ -123,7 +123,7 @@ class Receivers:
                 event_id=UUID(message.event_id).bytes,
                 key=data["key"],
                 version=data["version"],
-                replay=message.replay_of is not None,
+                replay=message.replay_of is not None or message.backfill is not None,
                 at=time.monotonic(),
             )
         except (SignatureError, BadMessage, KeyError, TypeError, ValueError) as error:

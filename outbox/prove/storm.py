@@ -14,6 +14,7 @@ from outbox.prove.facts import Incident
 from outbox.prove.receivers import REJECTS
 from outbox.store import endpoint_changes, endpoint_states, proving, replays
 from outbox.store.connect import TROUBLE
+from outbox.store.selection import Selection
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -319,7 +320,7 @@ class Storm:
             done = await replays.replay(
                 connection,
                 self._stage.plan.schema,
-                replays.Selection(everything=True),
+                Selection(everything=True),
                 actor=ACTOR,
             )
         self._say(hit, f"{done.done} dead letters")

@@ -36,6 +36,8 @@ class Message:
     sequence: int
     previous_sequence: int
     replay_of: tuple[str, int] | None
+    backfill: int | None
+    """The backfill that sends the event once more; None: this is the first time."""
     lane_ends: bool
     """Nothing will follow it in its lane."""
     attempt: int | None
@@ -69,6 +71,7 @@ def parse(headers: Mapping[str, str], body: bytes) -> Message:
         sequence=_take(content, "sequence", int),
         previous_sequence=_take(content, "previous_sequence", int),
         replay_of=_replay_of(content),
+        backfill=_take(content, "backfill", int) if "backfill" in content else None,
         lane_ends=_take(content, "lane_ends", bool) if "lane_ends" in content else False,
         attempt=_attempt(headers),
         data=content.get("data"),

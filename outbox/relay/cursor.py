@@ -26,6 +26,7 @@ from outbox.core.gaps import CursorState, GapTracker, Holders, Step
 from outbox.core.news import LATER
 from outbox.core.sequencing import Deliveries, Router, number
 from outbox.errors import CursorBroken
+from outbox.relay.replaying import Replaying, Taken
 from outbox.store.reading import AWAKE
 from outbox.store.records import Fenced
 
@@ -34,13 +35,12 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.core.request import Delivery
-    from outbox.core.sequencing import Helping, Refused, Sighting
+    from outbox.core.sequencing import Refused, Sighting
     from outbox.store.cursor import CursorStore, Lock
     from outbox.store.lanes import LoadedLane
 
 log = structlog.get_logger("outbox.sequencer")
 
-REPLAYS_MAX = 500
 GIVEN_MAX = 64
 """Deliveries of one batch whose events come back with it; more are left to be read,
 in helpings that mind their size."""
@@ -77,19 +77,19 @@ class _Draft:
     step: Step
     events: int
     deliveries: Deliveries
-    helpings: list[Helping]
+    taken: Taken
     failed: Mapping[str, str]
     awake: bool
     """Whether producers need not notify any more."""
 
     @property
     def moved(self) -> bool:
-        return self.step.moved or bool(self.helpings)
+        return self.step.moved or bool(self.taken)
 
     @property
     def plain(self) -> bool:
         """One statement writes all of it."""
-        return not (self.step.old_opened or self.step.old_closed or self.helpings or self.failed)
+        return not (self.step.old_opened or self.step.old_closed or self.taken or self.failed)
 
 
 def tells_always(_: int, __: Mapping[int, int]) -> str | None:
@@ -141,7 +141,7 @@ class Cursor:
         self._counters: dict[int, int] = {}
         self._router: Router | None = None
         self._version = 0
-        self._replays_left = False
+        self._replaying = Replaying(store.replaying, store.routing, self._ask_filters)
         # Who held the sequence's lock when the last read was done; None: not known.
         self._holders: Holders | None = None
         # Filters that failed, and are not asked again until something changes.
@@ -163,7 +163,13 @@ class Cursor:
         self._holders = None
         self._version = 0
         self._router = None
+        self._replaying.forget()
         self.leads = False
+
+    @property
+    def replay_at(self) -> float | None:
+        """When a turn may find something to send again, by the loop's clock; None: never."""
+        return self._replaying.look_at if self.leads else None
 
     async def turn(self, *, asleep_s: int | None = None) -> Turn:
         """Sequence one batch if there is something; takes the lead if it has to.
@@ -177,8 +183,9 @@ class Cursor:
             Fenced: this is another server than the one that this replica knows.
         """
         try:
-            if self.leads and asleep_s is None and not self._replays_left:
-                turn = await self._quickly()
+            if self.leads and asleep_s is None:
+                await self._replaying.look()
+                turn = None if self._replaying.ready else await self._quickly()
                 if turn is not None:
                     return turn
             return await self._holding(asleep_s)
@@ -203,7 +210,7 @@ class Cursor:
         state, router = self._state, self._router
         assert state is not None
         assert router is not None
-        draft = await self._draft(state, router, watch=False, replays=False)
+        draft = await self._draft(state, router, Taken(), watch=False)
         if draft is None:
             self.leads = False
             return Turn.OVERTAKEN
@@ -240,13 +247,13 @@ class Cursor:
             if lock.server_timeline not in (None, lock.timeline):
                 takes_over = True
                 lock = await self._begin_timeline(lock)
-            state, router, changed = await self._recall(lock, takes_over=takes_over)
-            draft = await self._draft(
-                state,
-                router,
-                watch=asleep_s is not None,
-                replays=changed or self._replays_left,
-            )
+            state, router = await self._recall(lock, takes_over=takes_over)
+            taken = Taken()
+            if asleep_s is None and self._replaying.ready:
+                # Before the live events are read: those that come meanwhile are in this batch.
+                actor = f"replica {self._me}"
+                taken = await self._replaying.take(router, state.batch + 1, actor)
+            draft = await self._draft(state, router, taken, watch=asleep_s is not None)
             assert draft is not None, "the row is held"
             given: dict[int, list[Delivery]] | None = None
             if draft.moved:
@@ -275,8 +282,8 @@ class Cursor:
             log.warning("the server's timeline changed; new lanes begin", old=was, new=now)
         return await self._store.begin_timeline(lock, f"replica {self._me}")
 
-    async def _recall(self, lock: Lock, *, takes_over: bool) -> tuple[CursorState, Router, bool]:
-        """State and routes, from the tables if need be; and whether something changed."""
+    async def _recall(self, lock: Lock, *, takes_over: bool) -> tuple[CursorState, Router]:
+        """State and routes, from the tables if need be."""
         if takes_over or (self._state is not None and self._state.batch != lock.batch):
             self._tracker.forget()
             self._holders = None
@@ -284,18 +291,19 @@ class Cursor:
         if self._state is None:
             self._counters.clear()
             self._state = await self._store.state()
-        changed = False
+            self._replaying.forget()
+            self._router = None
         if self._router is None or lock.version != self._version:
-            changed = True
             self._version = lock.version
             self._router = Router(await self._store.routing.routes())
             self._unfit.clear()
-        return self._state, self._router, changed
+            await self._replaying.recall()
+        return self._state, self._router
 
     # ------------------------------------------------------------ one batch
 
     async def _draft(
-        self, state: CursorState, router: Router, *, watch: bool, replays: bool
+        self, state: CursorState, router: Router, taken: Taken, *, watch: bool
     ) -> _Draft | None:
         """Read, and decide; None: this replica is not the leader, or knows not who gets what."""
         clock = asyncio.get_running_loop().time
@@ -325,22 +333,15 @@ class Cursor:
         after = reading.holders or frozenset()
         step = tracker.close([e.id for e in events], cut, after, clock())
         self.awake = reading.wakeup == AWAKE
-        helpings = await store.routing.replays(REPLAYS_MAX) if replays else []
-        taken = [replay for helping in helpings for replay in helping.replays]
-        missing = sum(helping.missing for helping in helpings)
-        if replays:
-            self._replays_left = len(taken) + missing == REPLAYS_MAX
-        self.more = cut or self._replays_left
-        if missing:
-            log.error("numbers to be sent again are not there; run outbox verify", numbers=missing)
+        self.more = cut
         refused, failed = await self._ask_filters(router, events)
-        lanes = router.lanes_of(events, refused) | {r.lane_id for r in taken}
+        lanes = router.lanes_of(events, refused) | {r.lane_id for r in taken.replays}
         unknown = lanes - self._counters.keys()
         if unknown:
             self._counters |= await store.counters(unknown)
-        deliveries = number(router, events, taken, self._counters, refused)
+        deliveries = number(router, events, taken.replays, self._counters, refused)
         awake = bool(events) and self._stays_awake(len(events), reading.waiting)
-        return _Draft(step, len(events), deliveries, helpings, failed, awake)
+        return _Draft(step, len(events), deliveries, taken, {**failed, **taken.failed}, awake)
 
     async def _ask_filters(
         self, router: Router, events: Sequence[Sighting]
@@ -358,7 +359,9 @@ class Cursor:
         """The statement that writes the batch; None if it did nothing."""
         tell = self._tells(state.batch + 1, draft.deliveries.counters)
         self._told = tell is not None
-        few = len(draft.deliveries) <= GIVEN_MAX and not draft.helpings
+        few = len(draft.deliveries) <= GIVEN_MAX
+        # Not those whose events may be kept with a dead letter.
+        lanes = draft.deliveries.counters.keys() - {r.lane_id for r in draft.taken.replays}
         return await self._store.write(
             state.batch + 1,
             draft.step,
@@ -367,7 +370,7 @@ class Cursor:
             self._me,
             self._version,
             awake=draft.awake and not self.awake,
-            wanted=self._wants(draft.deliveries.counters) if few else {},
+            wanted=self._wants(lanes) if few else {},
             tell=tell,
         )
 
@@ -375,8 +378,8 @@ class Cursor:
         """What does not fit into that statement; in its transaction."""
         if draft.step.old_opened or draft.step.old_closed:
             await self._store.write_old_gaps(draft.step)
-        if draft.helpings:
-            await self._store.routing.advance(draft.helpings)
+        if draft.taken.unblocked:
+            await self._replaying.tell_owners()
         if draft.failed:
             self._unfit |= draft.failed.keys()
             actor = f"replica {self._me}"
@@ -390,6 +393,9 @@ class Cursor:
         """The batch is durable: what it knows may be remembered and told."""
         step = draft.step
         self._tracker.committed(step)
+        self._replaying.took(draft.taken)
+        if draft.events:
+            self._replaying.live()
         old = state.old
         if step.old_opened or step.old_closed:
             old = tuple({*old, *step.old_opened} - {*step.old_closed})

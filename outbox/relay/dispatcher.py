@@ -158,6 +158,13 @@ class Dispatcher:
             self._activate_all(home)
             self._attend(home)
 
+    def reread(self) -> None:
+        """Events were erased: what lanes have in hand is read again before it is sent."""
+        for home in self._owned.values():
+            for lane in home.lanes.values():
+                lane.machine.reread()
+            self._activate_all(home)
+
     def stop(self, endpoint_ids: Iterable[UUID]) -> None:
         """Send nothing more to the endpoints; what is in flight still ends."""
         for home in self._those(endpoint_ids):

@@ -1,4 +1,4 @@
-"""Maintenance: partitions far ahead, statistics for the planner."""
+"""Maintenance: periods and their partitions, what is old, statistics for the planner."""
 
 from __future__ import annotations
 
@@ -10,31 +10,48 @@ import structlog
 
 if TYPE_CHECKING:
     from outbox.store.partitions import PartitionStore
+    from outbox.store.retention import RetentionStore
 
 log = structlog.get_logger("outbox.maintenance")
 
 EVERY_S = 60.0
-ANALYZE_EVERY_S = 3600.0
+HOURLY_S = 3600.0
 
 
-async def maintain(store: PartitionStore) -> None:
+async def maintain(partitions: PartitionStore, retention: RetentionStore) -> None:
     """Maintain until cancelled.
 
     What the database refuses (a time-out behind a long transaction, a missing
-    right) is said and tried again: there are partitions enough for a while.
+    right) is said and tried again: there is room enough for a long while.
     """
     clock = asyncio.get_running_loop().time
-    analyzed_at = clock()
+    hourly_at = clock()
     while True:
         try:
-            made = await store.extend()
-            if made:
-                log.info("partitions added", partitions=made)
-            if made or clock() - analyzed_at > ANALYZE_EVERY_S:
-                await store.analyze()
-                analyzed_at = clock()
+            async with partitions.alone() as alone:
+                if alone:
+                    hourly = clock() >= hourly_at
+                    await _once(partitions, retention, hourly=hourly)
+                    if hourly:
+                        hourly_at = clock() + HOURLY_S
         except asyncpg.PostgresConnectionError:
             raise
         except asyncpg.PostgresError as error:
             log.warning("maintenance was refused", reason=str(error), retry_s=EVERY_S)
         await asyncio.sleep(EVERY_S)
+
+
+async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly: bool) -> None:
+    """What is due; last of all what may wait for the longest transaction there is."""
+    made = await partitions.extend()
+    if made:
+        log.info("partitions added", partitions=made)
+    await partitions.summarize()
+    for period in await retention.tend():
+        log.info("a period is dropped", kind=period.kind, number=period.number)
+    if hourly and (deleted := await retention.clean()):
+        log.info("old dead letters and once keys deleted", rows=deleted)
+    if made or hourly:
+        await partitions.analyze()
+    if gone := await partitions.drop():
+        log.info("partitions dropped", partitions=gone)

@@ -118,6 +118,7 @@ class Ownership:
         # When to look at everything again; news is heard of in between.
         self._look_at = 0.0
         self._version = 0
+        self._erasures = 0
         self._stopping = False
         # Stopped, and to be let go as soon as nothing of theirs is in flight.
         self._leaving: set[UUID] = set()
@@ -216,6 +217,9 @@ class Ownership:
             self._shared_with = alive
             mine = [e.id for e in self._dispatcher.endpoints()]
             self._leave(e for e in mine if preferred(e, alive) != self._me)
+        if seen.erasures != self._erasures:
+            self._erasures = seen.erasures
+            self._dispatcher.reread()
         await self._notice_changes(seen.version)
         await self._let_go()
 

@@ -150,7 +150,8 @@ class Sequencer:
             elif self._asleep_until:
                 await self._sleep()
             elif not self._notified:
-                await self._bell.wait(self._settings.poll_s)
+                now = asyncio.get_running_loop().time()
+                await self._bell.wait(max(self._by(now + self._settings.poll_s) - now, 0.0))
             else:
                 thick = turn is Turn.MOVED and self._thick()
                 await self._bell.wait(REST_S if thick else LINGER_S)
@@ -179,6 +180,10 @@ class Sequencer:
         if self.cursor.awake:
             self._asleep_until = 0.0
         return turn
+
+    def _by(self, at: float) -> float:
+        """When to look, at the latest then: sooner for what is to be sent again."""
+        return min(at, at if self.cursor.replay_at is None else self.cursor.replay_at)
 
     async def _pause(self, seconds: float) -> None:
         """Wait, although producers go on ringing; only `stop` ends it sooner."""
@@ -231,7 +236,7 @@ class Sequencer:
         """Wait for a ring, the end of a watched producer, or the next look."""
         clock = asyncio.get_running_loop().time
         renew_at = self._asleep_until - ASLEEP_S / 2
-        look_at = min(clock() + self._settings.poll_s, renew_at)
+        look_at = self._by(min(clock() + self._settings.poll_s, renew_at))
         watched = self.cursor.watched
         while (left_s := look_at - clock()) > 0:
             watched_s = clock() - (self._asleep_until - ASLEEP_S)

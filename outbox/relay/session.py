@@ -25,6 +25,7 @@ from outbox.relay.maintenance import maintain
 from outbox.relay.ownership import Ownership, keep_lease
 from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
+from outbox.relay.ticker import Ticker
 from outbox.relay.watchdog import Watchdog, answering
 from outbox.store import timeline
 from outbox.store.care import CareStore
@@ -34,7 +35,9 @@ from outbox.store.migrate import require_current
 from outbox.store.notify import WAKE_ALL, WAKE_OWNERS
 from outbox.store.partitions import PartitionStore
 from outbox.store.records import RecordStore
-from outbox.store.replicas import ReplicaStore, application_name
+from outbox.store.replicas import WORKERS, ReplicaStore, application_name
+from outbox.store.retention import RetentionStore
+from outbox.store.ticking import TickStore
 
 if TYPE_CHECKING:
     import random
@@ -129,7 +132,9 @@ class Session:
             return lease.left_s(clock())
 
         me, here, control = registered.replica_id, registered.timeline, registered.control
-        for_cursor, for_renewal, for_reader, for_records, for_care, for_upkeep = registered.others
+        for_cursor, for_renewal, for_reader, for_records, for_care, for_ticks, for_upkeep = (
+            registered.others
+        )
         replicas = ReplicaStore(control, here)
         lease.renewed(registered.started_at)
         time = DatabaseClock(registered.said, registered.started_at, clock())
@@ -174,6 +179,12 @@ class Session:
             tell_news=lambda: control.execute(WAKE_OWNERS, LATER),
             clock=clock,
         )
+        ticker = Ticker(TickStore(for_ticks, me), settings.poll_s)
+
+        def lead(leads: bool) -> None:
+            listener.hear_producers(wanted=leads)
+            ticker.lead(leads)
+
         sequencer = Sequencer(
             CursorStore(for_cursor, here),
             me,
@@ -183,7 +194,7 @@ class Session:
             notified=self._listening,
             wants=dispatcher.wants,
             tells=ownership.tells,
-            on_lead=lambda leads: listener.hear_producers(wanted=leads),
+            on_lead=lead,
         )
 
         def look_at_changes() -> None:
@@ -206,6 +217,7 @@ class Session:
                 "reading": for_reader,
                 "recording": for_records,
                 "care": for_care,
+                "schedules": for_ticks,
                 "upkeep": for_upkeep,
             },
             self._connections.working,
@@ -225,7 +237,13 @@ class Session:
                 ),
                 tasks.create_task(recorder.run()),
                 tasks.create_task(care.run()),
-                tasks.create_task(maintain(PartitionStore(for_upkeep, pooled=settings.pooled))),
+                tasks.create_task(ticker.run()),
+                tasks.create_task(
+                    maintain(
+                        PartitionStore(for_upkeep, pooled=settings.pooled),
+                        RetentionStore(for_upkeep, settings.keep),
+                    )
+                ),
             ]
             if self._listening:
                 background.append(tasks.create_task(listener.run()))
@@ -295,7 +313,7 @@ class Session:
                 await replicas.bury(was, actor, settings.lease_s, called=self._name)
             me = self.replica_id = await replicas.reserve()
         own_name = application_name(me)
-        others = [await self._connect(own_name) for _ in range(6)]
+        others = [await self._connect(own_name) for _ in range(WORKERS - 1)]
         # A proxy's backends are everybody's.  Otherwise all of them: whoever hangs
         # may still hold a lock, such as the maintainer's.
         pids = [] if settings.pooled else [c.get_server_pid() for c in others]

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.periods import WIDTH
+from outbox.store.repairs import WHOLE
+from outbox.store.subscribed import FILTER_MET, MATCHES
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -16,21 +20,10 @@ if TYPE_CHECKING:
 
 EXAMPLES_MAX = 5
 
-# A subscription pattern as a regular expression; see outbox.core.pattern.
-_MATCHES = r"""(
-    EXISTS (SELECT FROM unnest(s.types) AS p(pattern)
-             WHERE o.type ~ ('^' || replace(replace(replace(replace(
-                       p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')
-               AND (o.type NOT LIKE 'outbox.%' OR p.pattern LIKE 'outbox.%'))
-    AND (s.all_tenants OR s.tenant IS NOT DISTINCT FROM o.tenant))
-"""
-
-_MEETS = "(s.filter IS NULL OR meets(o.payload, s.filter))"
-
 # A filter that could not be evaluated counts as met, and the journal says so.
 # It is looked at last, and only for what does not meet its filter.
 _MAY_MEET = f"""
-    ({_MEETS} IS NOT FALSE OR EXISTS (
+    ({FILTER_MET} IS NOT FALSE OR EXISTS (
         SELECT FROM journal j
          WHERE j.kind = 'filter_given_up' AND j.data ->> 'filter' = s.filter
            AND (j.data ->> 'from_batch')::bigint <= d.batch))
@@ -42,18 +35,30 @@ _WANTED = f"""
 kinds AS MATERIALIZED (SELECT DISTINCT tenant, type FROM outbox),
 wanted AS MATERIALIZED (
     SELECT s.endpoint_id, s.from_batch, s.to_batch, s.filter, o.tenant, o.type
-      FROM subscription s JOIN kinds o ON {_MATCHES})
+      FROM subscription s JOIN kinds o ON {MATCHES})
 """  # noqa: S608 (constants only)
+
+# Where what is kept begins; a period that is dropped may still be there for a while.
+# The log tells how events were sequenced that are above its first `high`, or late.
+_KEPT = f"""
+kept AS MATERIALIZED (
+    SELECT e.id, l.number * {WIDTH} AS batch, l.high
+      FROM period l, (SELECT min(number) * {WIDTH} AS id FROM period
+                       WHERE kind = 'events' AND dropped_at IS NULL) e
+     WHERE l.kind = 'log' AND l.dropped_at IS NULL ORDER BY l.number LIMIT 1)
+"""  # noqa: S608 (constants only)
+_FIRST_ID, _FIRST_BATCH = "(SELECT id FROM kept)", "(SELECT batch FROM kept)"
 
 # In which batch every committed event was sequenced: as a late one, or when
 # the cursor passed it.  Ids in open gaps are not sequenced yet.
 # width_bucket finds the batch by binary search; a join would be quadratic.
 # MATERIALIZED, or the batch is worked out anew for every subscription; and the
 # arrays are scalar subqueries, or every row of a join would carry a copy of them.
-_SEQUENCED = """
+_SEQUENCED = f"""
+{_KEPT},
 late AS MATERIALIZED (
     SELECT b.batch, generate_series(lower(r), upper(r) - 1) AS id
-      FROM batch b, unnest(b.found) r),
+      FROM batch b, unnest(b.found) r WHERE b.batch >= {_FIRST_BATCH}),
 open AS (
     SELECT int8range(lo, hi, '[]') AS ids FROM gap
     UNION ALL
@@ -65,12 +70,13 @@ reached AS MATERIALIZED (
     SELECT id, tenant, type,
            (SELECT batches FROM passed)[
                width_bucket(id - 1, (SELECT highs FROM passed)) + 1] AS batch
-      FROM outbox WHERE id <= (SELECT max(high) FROM batch)),
+      FROM outbox WHERE id <= (SELECT max(high) FROM batch) AND id >= {_FIRST_ID}),
 sequenced AS MATERIALIZED (
     SELECT r.id, r.tenant, r.type, coalesce(late.batch, r.batch) AS batch
       FROM reached r LEFT JOIN late ON late.id = r.id
-     WHERE NOT EXISTS (SELECT FROM open WHERE open.ids @> r.id))
-"""
+     WHERE NOT EXISTS (SELECT FROM open WHERE open.ids @> r.id)
+       AND (late.id IS NOT NULL OR r.id > (SELECT high FROM kept)))
+"""  # noqa: S608
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,8 @@ CHECKS: tuple[Check, ...] = (
                 UNION ALL
                 SELECT d.outbox_id, l.endpoint_id, d.batch, false, 1
                   FROM delivery d JOIN lane l ON l.id = d.lane_id
-                 WHERE d.replay_id IS NULL) both_books
+                 WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
+                   AND d.batch >= {_FIRST_BATCH} AND d.outbox_id >= {_FIRST_ID}) both_books
          GROUP BY id, endpoint_id, batch HAVING bool_or(owed) AND sum(given) <> 1
         """,  # noqa: S608 (constants only)
     ),
@@ -128,76 +135,126 @@ CHECKS: tuple[Check, ...] = (
         "real",
         "every delivery is of a committed event that its endpoint subscribed to",
         f"""
+        WITH {_KEPT}
         SELECT format('lane %s number %s: event %s', d.lane_id, d.seq, d.outbox_id)
           FROM delivery d
           JOIN lane l ON l.id = d.lane_id
           LEFT JOIN outbox o ON o.id = d.outbox_id
-         WHERE d.replay_id IS NULL
+         WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
+           AND d.batch >= {_FIRST_BATCH} AND d.outbox_id >= {_FIRST_ID}
            AND NOT coalesce(EXISTS (
                  SELECT FROM subscription s
                   WHERE s.endpoint_id = l.endpoint_id AND s.from_batch <= d.batch
-                    AND (s.to_batch IS NULL OR d.batch < s.to_batch) AND {_MATCHES}
+                    AND (s.to_batch IS NULL OR d.batch < s.to_batch) AND {MATCHES}
                     AND {_MAY_MEET}), false)
         """,  # noqa: S608 (constants only)
     ),
     Check(
         "once",
-        "no event was given two numbers in one endpoint, apart from replays",
+        "no event was given two numbers in one endpoint, apart from replays and backfills",
         """
         SELECT format('event %s has numbers in endpoint %s: %s', d.outbox_id, l.endpoint_id,
                       string_agg(d.seq::text, ', '))
           FROM delivery d JOIN lane l ON l.id = d.lane_id
-         WHERE d.replay_id IS NULL
+         WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
          GROUP BY d.outbox_id, l.endpoint_id HAVING count(*) > 1
         """,
     ),
+    # Each of very many replays is a look by index into a delivery's lane: as joins these
+    # would be planned for the few rows that the planner knows of, and be quadratic.
     Check(
         "replayed",
         "every number sent again has one new delivery, of the same event, in order",
-        """
-        SELECT format('replay %s: %s deliveries of %s numbers from %s on', r.id, count(d.seq),
+        f"""
+        WITH {_KEPT}
+        SELECT format('replay %s: %s deliveries of %s numbers from %s on', r.id, d.n,
                       r.next_seq - x.seq, x.seq)
           FROM replay r
-          JOIN dead_letter x ON x.id = r.dead_id
-          LEFT JOIN delivery d ON d.replay_id = r.id
-         GROUP BY r.id, x.id
-        HAVING count(d.seq) <> r.next_seq - x.seq
-            OR count(DISTINCT d.replay_seq) <> r.next_seq - x.seq
-            OR min(d.replay_seq) < x.seq OR max(d.replay_seq) >= r.next_seq
+         CROSS JOIN LATERAL (SELECT seq FROM dead_letter WHERE id = r.dead_id OFFSET 0) x
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS n, count(DISTINCT replay_seq) AS numbers,
+                      coalesce(min(replay_seq), r.next_seq) AS first, max(replay_seq) AS last
+                 FROM delivery WHERE replay_id = r.id AND batch >= {_FIRST_BATCH}) d
+         WHERE d.n <> r.next_seq - d.first OR d.numbers <> d.n OR d.last >= r.next_seq
+            OR NOT CASE {_FIRST_BATCH} WHEN 0 THEN d.first = x.seq ELSE d.first >= x.seq END
         UNION ALL
         SELECT format('lane %s number %s stands for number %s of lane %s', d.lane_id, d.seq,
                       d.replay_seq, x.lane_id)
           FROM (SELECT *, lag(replay_seq) OVER (
                        PARTITION BY replay_id, lane_id ORDER BY seq) AS replay_seq_before
                   FROM delivery WHERE replay_id IS NOT NULL) d
-          JOIN lane l ON l.id = d.lane_id
-          LEFT JOIN (replay r JOIN dead_letter x ON x.id = r.dead_id) ON r.id = d.replay_id
-          LEFT JOIN delivery was ON was.lane_id = x.lane_id AND was.seq = d.replay_seq
+         CROSS JOIN LATERAL (SELECT endpoint_id FROM lane WHERE id = d.lane_id OFFSET 0) l
+          LEFT JOIN LATERAL (
+               SELECT x.* FROM replay r JOIN dead_letter x ON x.id = r.dead_id
+                WHERE r.id = d.replay_id OFFSET 0) x ON true
+          LEFT JOIN LATERAL (
+               SELECT outbox_id, backfill_id FROM delivery
+                WHERE x.outbox_id IS NULL AND lane_id = x.lane_id AND batch >= x.batch
+                  AND seq = d.replay_seq LIMIT 1) was ON true
          WHERE x.endpoint_id IS DISTINCT FROM l.endpoint_id
             OR d.replay_seq <= d.replay_seq_before
-            OR coalesce(x.outbox_id, was.outbox_id) IS DISTINCT FROM d.outbox_id
-        """,
+            OR (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {_FIRST_BATCH} = 0)
+               AND (coalesce(x.outbox_id, was.outbox_id) IS DISTINCT FROM d.outbox_id
+                    OR coalesce(x.backfill_id, was.backfill_id) IS DISTINCT FROM d.backfill_id)
+        """,  # noqa: S608
+    ),
+    Check(
+        "backfilled",
+        "a backfill gives its endpoint what it covers, each event once, in order in each lane",
+        f"""
+        WITH {_KEPT}
+        SELECT format('backfill %s: %s deliveries, not %s', p.job_id, d.n, p.taken)
+          FROM replay_part p
+          JOIN replay_job j ON j.id = p.job_id AND j.kind = 'history'
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS n FROM delivery
+                WHERE backfill_id = p.job_id AND replay_id IS NULL
+                  AND batch >= {_FIRST_BATCH}) d
+         WHERE d.n > p.taken OR d.n < p.taken AND {_FIRST_BATCH} = 0
+        UNION ALL
+        SELECT format('lane %s number %s: event %s of backfill %s', d.lane_id, d.seq,
+                      d.outbox_id, d.backfill_id)
+          FROM (SELECT *, lag(outbox_id) OVER (
+                          PARTITION BY backfill_id, lane_id ORDER BY seq) AS before,
+                       count(*) OVER (PARTITION BY backfill_id, outbox_id) AS times
+                  FROM delivery WHERE backfill_id IS NOT NULL AND replay_id IS NULL) d
+         CROSS JOIN LATERAL (SELECT endpoint_id FROM lane WHERE id = d.lane_id OFFSET 0) l
+          LEFT JOIN LATERAL (
+               SELECT p.endpoint_id, p.first_id, p.next_id, j.gaps
+                 FROM replay_part p JOIN replay_job j ON j.id = p.job_id AND j.kind = 'history'
+                WHERE p.job_id = d.backfill_id OFFSET 0) p ON true
+         WHERE p.endpoint_id IS DISTINCT FROM l.endpoint_id OR d.times > 1
+            OR d.outbox_id <= d.before OR d.outbox_id < p.first_id OR d.outbox_id >= p.next_id
+            OR p.gaps @> d.outbox_id
+        """,  # noqa: S608
     ),
     Check(
         "numbered",
-        "in every lane the numbers are 1, 2, 3 … without holes",
-        """
+        "in every lane the numbers are 1, 2, 3 … without holes, as far back as they are kept",
+        f"""
+        WITH {_KEPT}
         SELECT format('lane %s: counter %s, %s deliveries from %s to %s', c.lane_id, c.last_seq,
                       count(d.seq), min(d.seq), max(d.seq))
-          FROM lane_counter c LEFT JOIN delivery d ON d.lane_id = c.lane_id
-         GROUP BY c.lane_id
-        HAVING count(d.seq) <> c.last_seq OR count(DISTINCT d.seq) <> c.last_seq
-            OR coalesce(max(d.seq), 0) <> c.last_seq
-        """,
+          FROM lane_counter c JOIN lane_progress p ON p.lane_id = c.lane_id
+          LEFT JOIN delivery d ON d.lane_id = c.lane_id AND d.batch >= {_FIRST_BATCH}
+         GROUP BY c.lane_id, c.last_seq, p.lane_id
+        HAVING count(DISTINCT d.seq) <> count(d.seq)
+            OR count(d.seq) <> c.last_seq + 1 - coalesce(min(d.seq), c.last_seq + 1)
+            OR coalesce(max(d.seq), c.last_seq) <> c.last_seq
+            OR coalesce(min(d.seq), c.last_seq + 1)
+               > CASE {_FIRST_BATCH} WHEN 0 THEN 1 ELSE p.acked_seq + 1 END
+        """,  # noqa: S608 (constants only)
     ),
     Check(
         "accounted",
         "every number that a lane passed was delivered or given up, and not both",
-        """
+        f"""
+        WITH {_KEPT}
         SELECT format('lane %s number %s: %s successes, %s dead letters', d.lane_id, d.seq,
                       (a.n > 0)::int, x.n)
           FROM lane_progress p
           JOIN delivery d ON d.lane_id = p.lane_id AND d.seq <= p.acked_seq
+           AND d.batch >= {_FIRST_BATCH}
          CROSS JOIN LATERAL (
                SELECT count(*) AS n FROM attempt a
                 WHERE a.lane_id = d.lane_id AND a.batch = d.batch AND a.seq = d.seq
@@ -206,7 +263,7 @@ CHECKS: tuple[Check, ...] = (
                SELECT count(*) AS n FROM dead_letter x
                 WHERE x.lane_id = d.lane_id AND d.seq BETWEEN x.seq AND x.to_seq) x
          WHERE (a.n > 0)::int + x.n <> 1
-        """,
+        """,  # noqa: S608
     ),
     Check(
         "in order",
@@ -262,6 +319,11 @@ CHECKS: tuple[Check, ...] = (
                WHEN 'endpoint_enabled' THEN e.state IN ('active', 'paused')
                ELSE 'endpoint_' || e.state = coalesce(j.kind, '') END
         """,
+    ),
+    Check(
+        "whole",
+        "every row that something needs is there, and nothing is left of what ended",
+        WHOLE,
     ),
 )
 

@@ -33,7 +33,8 @@ written AS (
     RETURNING h.endpoint_id, v.state, v.last_answer)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_health', 'replica ' || $1::bigint, endpoint_id,
-       jsonb_strip_nulls(jsonb_build_object('state', state, 'last_answer', last_answer))
+       jsonb_strip_nulls(jsonb_build_object(
+           'state', state, 'last_answer', last_answer - 'body' - 'headers'))
   FROM written WHERE state <> 'recovering'
 """  # noqa: S608 (constants only)
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+# The only clock that counts.
+READ_NOW = "SELECT clock_timestamp()"
+
 # Waits, unlike the sequencer, which passes over a row that another one holds.
 LOCK_CURSOR = "SELECT FROM cursor FOR UPDATE"
 
@@ -54,9 +57,29 @@ async def change(connection: Connection[Any], schema: str) -> AsyncIterator[int]
             await connection.execute(LOCK_CURSOR)
             batch: int = await connection.fetchval(READ_BATCH)
             yield batch + 1
-            await connection.execute(RAISE_VERSION)
-            # Sent when this commits, so relays never look too early.
-            await connection.execute(WAKE_ALL)
+            await _tell_relays(connection)
+
+
+@asynccontextmanager
+async def wish(connection: Connection[Any], schema: str) -> AsyncIterator[None]:
+    """A transaction that asks the leader for something, and changes nothing by itself.
+
+    However much is written in it, the cursor row is held only while it commits.
+
+    Raises:
+        SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
+    """
+    with map_errors(schema):
+        async with connection.transaction(isolation="read_committed"):
+            yield
+            await connection.execute(LOCK_CURSOR)
+            await _tell_relays(connection)
+
+
+async def _tell_relays(connection: Connection[Any]) -> None:
+    await connection.execute(RAISE_VERSION)
+    # Sent when this commits, so relays never look too early.
+    await connection.execute(WAKE_ALL)
 
 
 async def write_journal(

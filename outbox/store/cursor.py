@@ -16,10 +16,11 @@ from outbox.core.gaps import CursorState, Holders, Range, Step
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store import timeline
 from outbox.store.filters import FilterStore
-from outbox.store.lanes import EVENT, delivery_of
+from outbox.store.lanes import EVENT, READ_COUNTERS, delivery_of
 from outbox.store.notify import WAKE_OWNERS
 from outbox.store.reading import AWAKE, HOLDERS, READ, READ_RUNNING, reading_of
 from outbox.store.records import Fenced
+from outbox.store.replaying import ReplayingStore
 from outbox.store.routing import RoutingStore
 
 if TYPE_CHECKING:
@@ -72,8 +73,6 @@ SELECT c.writer AS leader, b.batch,
   FROM cursor c, (SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1) b
 """
 
-READ_COUNTERS = "SELECT lane_id, last_seq FROM lane_counter WHERE lane_id = ANY ($1)"
-
 GIVEN_BYTES_MAX = 32 << 10
 """Payloads and headers that come back with a batch."""
 
@@ -88,21 +87,26 @@ GIVEN_BYTES_MAX = 32 << 10
 WRITE_BATCH = f"""
 WITH held AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $12 AND version = $15 AND ($19::bigint IS NULL OR server_timeline() = $19)
-       AND EXISTS (SELECT FROM batch WHERE batch = $1 - 1)
+     WHERE writer = $12 AND version = $15 AND ($21::bigint IS NULL OR server_timeline() = $21)
+       AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer)
     SELECT $1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12 FROM held),
-counted AS (
-    UPDATE lane_counter c SET last_seq = n.last_seq
+risen AS MATERIALIZED (
+    SELECT n.lane_id, n.last_seq, n.last_seq - g.numbers AS was
       FROM held, unnest($7::bigint[], $8::bigint[]) AS n(lane_id, last_seq)
-     WHERE c.lane_id = n.lane_id),
+      JOIN (SELECT lane_id, count(*) AS numbers
+              FROM unnest($9::bigint[]) AS lane_id GROUP BY lane_id) g USING (lane_id)),
+counted AS MATERIALIZED (
+    SELECT count_on(lane_id, was, last_seq) FROM risen),
 given AS (
-    INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id, replay_seq)
-    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq
-      FROM held, unnest($9::bigint[], $10::bigint[], $11::bigint[], $13::bigint[], $14::bigint[])
-           AS d(lane_id, seq, outbox_id, replay_id, replay_seq)
+    INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
+                          copy_id)
+    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq, d.backfill_id, d.copy_id
+      FROM held, unnest($9::bigint[], $10::bigint[], $11::bigint[], $13::bigint[], $14::bigint[],
+                        $19::bigint[], $20::bigint[])
+           AS d(lane_id, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id)
     RETURNING lane_id, batch, seq, outbox_id),
 awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM held WHERE $16),
 told AS MATERIALIZED (
@@ -110,7 +114,9 @@ told AS MATERIALIZED (
      WHERE $18::text IS NOT NULL AND cardinality($9::bigint[]) > 0
        AND EXISTS (SELECT FROM replica WHERE id <> $12))
 SELECT lane_id, batch, seq, outbox_id, {EVENT}, NULL::bigint AS was_seq,
-       (SELECT count(*) FROM awake) + (SELECT count(*) FROM told) AS done
+       NULL::bigint AS backfill_id,
+       (SELECT count(*) FROM awake) + (SELECT count(*) FROM told)
+           + (SELECT count(*) FROM counted) AS done
   FROM held
   LEFT JOIN LATERAL (
        SELECT given.*, o.*,
@@ -121,7 +127,8 @@ SELECT lane_id, batch, seq, outbox_id, {EVENT}, NULL::bigint AS was_seq,
               SELECT event_id, tenant, type, key, payload, headers,
                      created_at AS published_at, expires_at
                 FROM outbox WHERE id = given.outbox_id LIMIT 1) o
-        WHERE given.lane_id = ANY ($17::bigint[])) found ON bytes <= {GIVEN_BYTES_MAX}
+        WHERE given.lane_id = ANY ($17::bigint[])) found
+       ON bytes <= {GIVEN_BYTES_MAX} AND payload IS NOT NULL
  ORDER BY lane_id, seq
 """  # noqa: S608 (constants only)
 
@@ -181,6 +188,7 @@ class CursorStore:
         self._timeline = timeline
         self._sequence_oid: int | None = None
         self.routing = RoutingStore(connection)
+        self.replaying = ReplayingStore(connection)
         self.filters = FilterStore(connection)
 
     async def check(self) -> None:
@@ -316,6 +324,8 @@ class CursorStore:
             awake,
             list(wanted),
             tell,
+            deliveries.backfill_ids,
+            deliveries.copy_ids,
             self._timeline,
         )
         if not rows:

@@ -16,7 +16,7 @@ import orjson
 from outbox.core.identity import lane_name
 from outbox.errors import NotFound
 from outbox.store.connect import map_errors
-from outbox.store.endpoints import not_found
+from outbox.store.selection import SELECTED, Filter, endpoint_ids, given
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 State = Literal["dead", "replaying", "replayed", "dead_again", "discarded"]
 """Sent again: `replaying` while any of it is owed, then `replayed`, or `dead_again`."""
 STATES: tuple[State, ...] = get_args(State)
-
-# A name may have been used by several endpoints, one after the other; dead
-# letters outlive them, so all of them are meant.
-FIND_ENDPOINTS = "SELECT id FROM endpoint WHERE name = $1"
 
 # Replays, and what became of each.  Its deliveries follow one another in each
 # lane, between others, so the last one in a lane tells whether any is owed there:
@@ -78,7 +74,7 @@ SELECT r.id, r.dead_id, r.asked_at, r.next_seq, made.lane_id, made.seq, made.aga
                ORDER BY x.seq LIMIT 1) died ON true) made
 """
 
-_LAST_REPLAY = f"""
+LAST_REPLAY = f"""
   LEFT JOIN LATERAL (
        SELECT s.state, s.again FROM ({_REPLAYS}) s
         WHERE s.dead_id = d.id AND d.state = 'replaying'
@@ -93,9 +89,10 @@ SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.t
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id
   JOIN lane l ON l.id = d.lane_id
-{_LAST_REPLAY}
+{LAST_REPLAY}
+ CROSS JOIN (SELECT {given(6)}) s
  WHERE d.id > $1 AND d.state = ANY ($2) AND coalesce(t.state, d.state) = ANY ($5)
-   AND ($3::uuid[] IS NULL OR d.endpoint_id = ANY ($3))
+   AND ($3::uuid[] IS NULL OR d.endpoint_id = ANY ($3)) AND {SELECTED}
  ORDER BY d.id LIMIT $4
 """  # noqa: S608
 
@@ -108,7 +105,7 @@ SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.t
   FROM dead_letter d
   JOIN endpoint e ON e.id = d.endpoint_id
   JOIN lane l ON l.id = d.lane_id
-{_LAST_REPLAY}
+{LAST_REPLAY}
  WHERE d.id = $1
 """  # noqa: S608
 
@@ -122,6 +119,66 @@ SELECT r.asked_at, r.next_seq - d.seq AS taken, d.outbox_id IS NULL AS is_range,
   LEFT JOIN lane l ON l.id = r.lane_id
  WHERE r.dead_id = $1 ORDER BY r.id
 """  # noqa: S608
+
+
+# Of single ones that were sent again, which are nearly all, the one delivery tells; that
+# is quicker than to ask of each what `_REPLAYS` asks.
+COUNT_DEAD = f"""
+SELECT e.name AS endpoint, n.reason, n.state, sum(n.letters)::bigint AS letters,
+       sum(n.numbers)::bigint AS numbers
+  FROM (SELECT d.endpoint_id, d.reason, coalesce(t.state, d.state) AS state,
+               count(*) AS letters, sum(d.to_seq - d.seq + 1) AS numbers
+          FROM dead_letter d
+          LEFT JOIN LATERAL (
+               SELECT CASE WHEN made.seq IS NULL THEN 'replaying'
+                           WHEN EXISTS (
+                               SELECT FROM dead_letter x
+                                WHERE x.lane_id = made.lane_id AND x.seq = (
+                                      SELECT y.seq FROM dead_letter y
+                                       WHERE y.lane_id = made.lane_id AND y.seq <= made.seq
+                                       ORDER BY y.seq DESC LIMIT 1)
+                                  AND x.to_seq >= made.seq) THEN 'dead_again'
+                           WHEN made.seq <= p.acked_seq OR EXISTS (
+                               SELECT FROM attempt a
+                                WHERE a.lane_id = made.lane_id AND a.batch = made.batch
+                                  AND a.seq = made.seq AND a.outcome = 'delivered') THEN 'replayed'
+                           ELSE 'replaying' END AS state
+                 FROM (SELECT id FROM replay WHERE dead_id = d.id ORDER BY id DESC LIMIT 1) r
+                 LEFT JOIN LATERAL (
+                      SELECT lane_id, batch, seq FROM delivery
+                       WHERE replay_id = r.id LIMIT 1) made ON true
+                 LEFT JOIN lane_progress p ON p.lane_id = made.lane_id
+                WHERE d.state = 'replaying' AND d.outbox_id IS NOT NULL
+                UNION ALL
+               (SELECT s.state FROM ({_REPLAYS}) s
+                 WHERE s.dead_id = d.id AND d.state = 'replaying' AND d.outbox_id IS NULL
+                 ORDER BY s.id DESC LIMIT 1)) t ON true
+         CROSS JOIN (SELECT {given(2)}) s
+         WHERE ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {SELECTED}
+         GROUP BY d.endpoint_id, d.reason, coalesce(t.state, d.state)) n
+  JOIN endpoint e ON e.id = n.endpoint_id
+ GROUP BY e.name, n.reason, n.state
+ ORDER BY e.name, n.reason, n.state
+"""  # noqa: S608
+
+# Each of very many is a look by index, whatever the planner thinks of so many.
+PLAN_COUNT = (
+    "SET LOCAL enable_hashjoin = off; SET LOCAL enable_mergejoin = off; SET LOCAL jit = off"
+)
+
+ANY = Filter()
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Dead letters of one endpoint that have reason and state in common."""
+
+    endpoint: str
+    reason: str
+    state: State
+    letters: int
+    numbers: int
+    """Deliveries that they stand for: a range has many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +236,7 @@ async def page(
     connection: Connection[Any],
     schema: str,
     *,
-    endpoint: str | None = None,
+    only: Filter = ANY,
     states: Sequence[State] = ("dead",),
     limit: int = 100,
     after: int = 0,
@@ -190,9 +247,25 @@ async def page(
         NotFound: no endpoint was ever called so.
     """
     with map_errors(schema):
-        ids = await endpoint_ids(connection, endpoint)
-        rows = await connection.fetch(LIST_DEAD, after, _stored(states), ids, limit, list(states))
+        ids = await endpoint_ids(connection, only.endpoint)
+        rows = await connection.fetch(
+            LIST_DEAD, after, _stored(states), ids, limit, list(states), *only.arguments
+        )
     return [_row(row) for row in rows]
+
+
+async def counts(connection: Connection[Any], schema: str, *, only: Filter = ANY) -> list[Count]:
+    """How many there are, by endpoint, reason and state.
+
+    Raises:
+        NotFound: no endpoint was ever called so.
+    """
+    with map_errors(schema):
+        async with connection.transaction(isolation="repeatable_read", readonly=True):
+            await connection.execute(PLAN_COUNT)
+            ids = await endpoint_ids(connection, only.endpoint)
+            rows = await connection.fetch(COUNT_DEAD, ids, *only.arguments)
+    return [Count(**dict(row)) for row in rows]
 
 
 async def get(connection: Connection[Any], schema: str, dead_id: int) -> DeadLetter:
@@ -238,20 +311,6 @@ def _stored(states: Sequence[State]) -> list[str]:
     """States as the table has them."""
     sent_again = ("replayed", "dead_again")
     return sorted({"replaying" if state in sent_again else state for state in states})
-
-
-async def endpoint_ids(connection: Connection[Any], name: str | None) -> list[UUID] | None:
-    """All endpoints that ever had this name; None without one.
-
-    Raises:
-        NotFound: there was none.
-    """
-    if name is None:
-        return None
-    rows = await connection.fetch(FIND_ENDPOINTS, name)
-    if not rows:
-        raise await not_found(connection, name)
-    return [row["id"] for row in rows]
 
 
 def _row(row: Any) -> DeadRow:

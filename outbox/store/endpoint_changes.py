@@ -15,6 +15,7 @@ import asyncpg
 import orjson
 
 from outbox.core import declaration
+from outbox.core.periods import waiting
 from outbox.core.signature import format_secret
 from outbox.errors import UsageError
 from outbox.store.changes import change, write_journal
@@ -34,10 +35,11 @@ SECRET_BYTES = 32
 # Under the cursor row, so nobody else takes the name meanwhile.
 FIND_NAME = "SELECT id, state FROM endpoint WHERE name = $1 AND state <> 'removed'"
 
-# Ids given out that no batch has seen; some of them may be rolled back.
-COUNT_WAITING = """
-SELECT greatest(0, coalesce(
-           pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0) - b.high)
+# The highest id that a batch has seen, and the last one that was given out; some of
+# those between them may be rolled back.
+READ_WAITING = """
+SELECT b.high, coalesce(
+           pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0) AS last
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
 
@@ -202,7 +204,7 @@ async def add_in(
     """`add` in a change that is under way."""
     await check_filter(connection, settings)
     await _name_is_free(connection, settings.name)
-    waiting: int = await connection.fetchval(COUNT_WAITING)
+    ids = await connection.fetchrow(READ_WAITING)
     secret = new_secret()
     endpoint_id = await connection.fetchval(ADD_ENDPOINT, *_columns(settings), actor)
     await connection.execute(ADD_SECRET, endpoint_id, secret)
@@ -220,7 +222,7 @@ async def add_in(
         lanes=settings.lanes,
         types=settings.types,
         from_batch=from_batch,
-        waiting=waiting,
+        waiting=waiting(ids["high"], ids["last"]),
     )
 
 

@@ -15,6 +15,7 @@ from outbox.store.connect import map_errors
 from outbox.store.endpoint_changes import END_SUBSCRIPTION, lock
 from outbox.store.endpoint_states import SET_STATE, UNBLOCK_LANES
 from outbox.store.endpoints import LANE_STATE
+from outbox.store.jobs import CALL_OFF
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -28,27 +29,13 @@ SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint FROM ({LANE_STATE}) s
  WHERE s.endpoint_id = $1
 """  # noqa: S608 (constants only)
 
-# What no batch has taken yet of a replay never will be: its dead letter is dead
-# as before.
-CALL_OFF_REPLAYS = """
-WITH pending AS (
-    SELECT r.id, r.dead_id, r.next_seq > d.seq AS begun
-      FROM replay r JOIN dead_letter d ON d.id = r.dead_id
-     WHERE d.endpoint_id = $1 AND r.next_seq <= r.to_seq),
-cut AS (
-    UPDATE replay r SET to_seq = r.next_seq - 1 FROM pending p WHERE r.id = p.id AND p.begun),
-called_off AS (
-    DELETE FROM replay r USING pending p WHERE r.id = p.id AND NOT p.begun)
-UPDATE dead_letter SET state = 'dead' WHERE id IN (SELECT dead_id FROM pending)
-"""
-
 FORGET_SECRETS = "DELETE FROM endpoint_secret WHERE endpoint_id = $1"
 
 WAITING = f"""
 SELECT e.state, ({COUNT_OWED.replace("$1", "e.id")}) AS owed,
        (SELECT coalesce(sum(r.to_seq - r.next_seq + 1), 0)::bigint
-          FROM replay r JOIN dead_letter d ON d.id = r.dead_id
-         WHERE d.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS replays,
+          FROM replay r
+         WHERE r.endpoint_id = e.id AND r.next_seq <= r.to_seq) AS replays,
        (SELECT count(*) FROM lane_block b JOIN lane l ON l.id = b.lane_id
          WHERE l.endpoint_id = e.id) AS blocked,
        EXISTS (SELECT FROM replica r WHERE r.expires_at > clock_timestamp()) AS relay,
@@ -125,7 +112,7 @@ async def remove_in(
         raise StillOwed(name, owed)
     state = "removing" if owed else "removed"
     await connection.execute(END_SUBSCRIPTION, found.id, from_batch)
-    await connection.execute(CALL_OFF_REPLAYS, found.id)
+    await connection.execute(CALL_OFF, found.id, None)
     await connection.execute(UNBLOCK_LANES, found.id)
     await connection.execute(SET_STATE, found.id, state, actor, None)
     told = {"name": name, "owed": owed, "to_batch": from_batch}

@@ -43,7 +43,9 @@ SELECT l.id, l.endpoint_id, l.generation, l.slot,
   FROM endpoint e
   JOIN lane l ON l.endpoint_id = e.id
   JOIN lane_progress p ON p.lane_id = l.id
-  JOIN lane_counter c ON c.lane_id = l.id
+ CROSS JOIN LATERAL (
+       SELECT last_seq FROM lane_counter
+        WHERE lane_id = l.id ORDER BY last_seq DESC LIMIT 1) c
   LEFT JOIN lane_block b ON b.lane_id = l.id
  WHERE e.id = ANY ($1)
    AND (l.generation = e.generation OR c.last_seq > p.acked_seq OR b.lane_id IS NOT NULL)
@@ -67,14 +69,14 @@ EVENT = """event_id, tenant, type, key, payload::text AS payload, headers::text 
        greatest(least(expires_at, '9999-12-30'), '0001-01-02') AS expires_at"""
 
 # Deliveries with their events.  `batch >=` keeps each lane to the partitions
-# that can hold something for it.  An event that is gone is taken from the dead
-# letter's copy when this is a replay, and is otherwise left empty.
+# that can hold something for it.  An event that is gone is taken from the copy of
+# the dead letter that this came of, and is otherwise left empty.
 # LIMIT 1 keeps the events to a look by id: a join would hash the whole outbox.
 # Large payloads come in smaller helpings, measured as they are stored.
 READ_DELIVERIES = f"""
-SELECT lane_id, batch, seq, outbox_id, {EVENT},
+SELECT lane_id, batch, seq, outbox_id, backfill_id, {EVENT},
        was_endpoint_id, was_generation, was_slot, was_seq
-  FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id,
+  FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id, d.backfill_id,
                coalesce(o.event_id, x.event_id) AS event_id,
                coalesce(o.tenant, x.tenant) AS tenant,
                coalesce(o.type, x.type) AS type,
@@ -82,27 +84,31 @@ SELECT lane_id, batch, seq, outbox_id, {EVENT},
                coalesce(o.payload, x.payload) AS payload,
                coalesce(o.headers, x.headers) AS headers,
                coalesce(o.created_at, x.published_at) AS published_at,
-               CASE WHEN d.replay_id IS NULL THEN o.expires_at END AS expires_at,
-               x.was_endpoint_id, x.was_generation, x.was_slot, x.was_seq,
+               CASE WHEN coalesce(d.replay_id, d.backfill_id) IS NULL THEN o.expires_at END
+                   AS expires_at,
+               w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq,
                sum(pg_column_size(coalesce(o.payload, x.payload))) OVER (
                    PARTITION BY lane.id ORDER BY d.seq
                    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
           FROM unnest($1::bigint[], $2::bigint[], $3::bigint[])
                AS lane(id, floor_batch, after_seq)
          CROSS JOIN LATERAL (
-               SELECT batch, seq, outbox_id, replay_id, replay_seq FROM delivery
+               SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id
+                 FROM delivery
                 WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.after_seq
                 ORDER BY batch, seq LIMIT $4) d
           LEFT JOIN LATERAL (
                SELECT * FROM outbox WHERE id = d.outbox_id LIMIT 1) o ON true
           LEFT JOIN LATERAL (
-               SELECT dead.*, was.endpoint_id AS was_endpoint_id,
+               SELECT * FROM dead_letter WHERE id = d.copy_id LIMIT 1) x ON true
+          LEFT JOIN LATERAL (
+               SELECT was.endpoint_id AS was_endpoint_id,
                       was.generation AS was_generation, was.slot AS was_slot,
                       d.replay_seq AS was_seq
                  FROM replay
                  JOIN dead_letter dead ON dead.id = replay.dead_id
                  JOIN lane was ON was.id = dead.lane_id
-                WHERE replay.id = d.replay_id LIMIT 1) x ON true) found
+                WHERE replay.id = d.replay_id LIMIT 1) w ON true) found
  WHERE coalesce(bytes_before, 0) < $5
  ORDER BY lane_id, seq
 """  # noqa: S608 (constants only)
@@ -119,11 +125,19 @@ SELECT (SELECT max(batch) FROM news) AS batch, (SELECT count(*) FROM news) AS ba
        array_agg(c.lane_id) AS lanes, array_agg(c.last_seq) AS last_seqs
   FROM (SELECT DISTINCT unnest(lanes) AS id FROM news) lane
  CROSS JOIN LATERAL (
-       SELECT lane_id, last_seq FROM lane_counter WHERE lane_id = lane.id OFFSET 0) c
+       SELECT lane_id, last_seq FROM lane_counter
+        WHERE lane_id = lane.id ORDER BY last_seq DESC LIMIT 1) c
 """
 NEWS_MAX = 1000
 
-READ_COUNTERS = "SELECT lane_id, last_seq FROM lane_counter WHERE lane_id = ANY ($1)"
+# From the top: see the table.
+READ_COUNTERS = """
+SELECT lane.id AS lane_id, c.last_seq
+  FROM unnest($1::bigint[]) AS lane(id)
+ CROSS JOIN LATERAL (
+       SELECT last_seq FROM lane_counter
+        WHERE lane_id = lane.id ORDER BY last_seq DESC LIMIT 1) c
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +277,9 @@ def _seconds(at: datetime | None) -> float | None:
 
 def _delivery(lane: LoadedLane, row: Any) -> Delivery | Gone:
     if row["payload"] is None:
-        return Gone(lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"])
+        return Gone(
+            lane.endpoint_id, row["seq"], row["batch"], row["outbox_id"], row["backfill_id"]
+        )
     return delivery_of(lane, row)
 
 
@@ -288,4 +304,5 @@ def delivery_of(lane: LoadedLane, row: Any) -> Delivery:
         payload=row["payload"].encode(),
         headers=None if row["headers"] is None else row["headers"].encode(),
         replay_of=replay_of,
+        backfill_id=row["backfill_id"],
     )

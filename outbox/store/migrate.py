@@ -301,6 +301,11 @@ async def _apply_settings(
                 "the payload limit was not changed: a transaction holds the outbox table; "
                 "run it again"
             ) from None
+        except asyncpg.CheckViolationError as error:
+            raise CannotRun(
+                "the payload limit was not changed: a schedule or an event that waits for its "
+                f"time is larger than {payload_bytes_max} bytes ({error.table_name})"
+            ) from None
 
 
 def sql(

@@ -1,39 +1,39 @@
-"""Keeps empty partitions ahead of the ids and batches that are being written.
+"""The partitions of periods: made before they are needed, dropped when their period is.
 
-The last partition is open-ended, so a producer never meets a missing one, even
-if no relay runs for years.  While it is still empty and far away it is cut: it
-becomes a bounded one, and a new open-ended one stands behind it.  None of that
-blocks a producer: DETACH CONCURRENTLY waits for them, not they for it, and
-ATTACH takes a lock that goes together with theirs.  Between the two, ids beyond
-the cut have no partition, and they are at least `WIDTH` away.
+None of that blocks a producer.  ATTACH takes a lock that goes together with theirs,
+and DETACH CONCURRENTLY waits for them, not they for it.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
 from outbox.core.names import quote_ident
+from outbox.core.periods import AHEAD
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
     from asyncpg import Connection
 
-WIDTH = 1_000_000
-"""Ids or batches per partition."""
+    from outbox.core.periods import Kind
 
-AHEAD = 2
-"""Bounded partitions to have beyond the one that is being written."""
-
-PARENTS = ("outbox", "batch", "delivery", "attempt")
+PARENTS: Mapping[Kind, tuple[str, ...]] = {
+    "events": ("outbox",),
+    "log": ("attempt", "delivery", "batch"),
+}
+"""What has a partition for each period of a kind."""
 
 # One maintainer at a time; a session lock, because DETACH CONCURRENTLY cannot
 # run in a transaction.
-_KEY = "hashtextextended('outbox-relay maintains ' || current_schema(), 0)"
-LOCK = f"SELECT pg_try_advisory_lock({_KEY})"
-UNLOCK = f"SELECT pg_advisory_unlock({_KEY})"
+UPKEEP_KEY = "hashtextextended('outbox-relay maintains ' || current_schema(), 0)"
+LOCK = f"SELECT pg_try_advisory_lock({UPKEEP_KEY})"
+UNLOCK = f"SELECT pg_advisory_unlock({UPKEEP_KEY})"
 
 READ_PARTITIONS = """
 SELECT c.relname AS name, pg_get_expr(c.relpartbound, c.oid) AS bound,
@@ -42,30 +42,53 @@ SELECT c.relname AS name, pg_get_expr(c.relpartbound, c.oid) AS bound,
  WHERE i.inhparent = $1::text::regclass
 """
 
-# Where writing is now: ids for the outbox, batch numbers for the others.
-READ_POSITIONS = """
-SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0) AS id,
-       (SELECT max(batch) FROM batch) AS batch
+# The periods of a kind that should have a partition of this parent, and do not.
+READ_MISSING = """
+SELECT n AS number
+  FROM (SELECT max(number) AS number FROM period WHERE kind = $2) p,
+       generate_series(p.number, p.number + $3::bigint) AS n
+ WHERE to_regclass(quote_ident($1 || '_' || n)) IS NULL
+ ORDER BY n
+"""
+ADD = "SELECT add_partition($1::text::regclass, $2)"
+
+# Tables of periods that are dropped, oldest first; `detaching`: somebody was
+# interrupted; NULL: it is detached already.
+READ_DOOMED = """
+SELECT parent, c.relname AS name, i.inhdetachpending AS detaching
+  FROM period p, unnest($2::text[]) AS parent
+  JOIN pg_class c ON c.relnamespace = current_schema()::regnamespace
+  LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
+ WHERE p.kind = $1 AND p.dropped_at IS NOT NULL AND c.relname = parent || '_' || p.number
+ ORDER BY p.number, array_position($2, parent)
 """
 
-TABLE_EXISTS = "SELECT to_regclass(quote_ident($1)) IS NOT NULL"
-ADD_OPEN_ENDED = "SELECT add_partition($1::text::regclass, $2, NULL)"
+# The indexes that producers leave to be brought up to date, one for each partition.
+READ_SUMMARIES = """
+SELECT inhrelid::bigint AS id FROM pg_inherits WHERE inhparent = 'outbox_lookup'::regclass
+"""
+# Whoever vacuums or analyses that partition just now is not made to wait, for longer
+# than which PostgreSQL would break off an autovacuum.
+SUMMARIZE = """
+WITH bounded AS MATERIALIZED (SELECT set_config('lock_timeout', '100ms', true))
+SELECT brin_summarize_new_values($1::bigint::oid::regclass) FROM bounded
+"""
 
-_BOUND = re.compile(r"FROM \('?(\d+)'?\) TO \((?:'?(\d+)'?|MAXVALUE)\)")
+_BOUND = re.compile(r"FROM \('?(\d+)'?\) TO \('?(\d+)'?\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """[lo, hi) of a parent; `hi` is None when it is open-ended."""
+    """[lo, hi) of a parent."""
 
     name: str
     lo: int
-    hi: int | None
+    hi: int
     detaching: bool
 
 
 class PartitionStore:
-    """Partition maintenance on a connection of its own.
+    """Partitions, on the connection for maintenance.
 
     Args:
         pooled: it leads to a proxy that pools transactions, where a lock of the
@@ -74,41 +97,65 @@ class PartitionStore:
             two at once one is refused, and looks again.
     """
 
-    def __init__(
-        self, connection: Connection[Any], width: int = WIDTH, *, pooled: bool = False
-    ) -> None:
+    def __init__(self, connection: Connection[Any], *, pooled: bool = False) -> None:
         self._db = connection
-        self._width = width
         self._pooled = pooled
 
-    async def extend(self) -> int:
-        """Have enough partitions ahead; returns how many were made."""
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[bool]:
+        """Be the one who maintains for the length of a block, if nobody else is."""
         if self._pooled:
-            return await self._extend_all()
+            yield True
+            return
         if not await self._db.fetchval(LOCK):
-            return 0
+            yield False
+            return
         try:
-            made = await self._extend_all()
+            yield True
         except asyncpg.PostgresError:
             await self._db.execute(UNLOCK)
             raise
         # Whoever is cancelled leaves it to the end of the connection.
         await self._db.execute(UNLOCK)
+
+    async def extend(self) -> int:
+        """Have partitions for the periods to come; returns how many were made."""
+        made = 0
+        for kind, parents in PARENTS.items():
+            for parent in parents:
+                for row in await self._db.fetch(READ_MISSING, parent, kind, AHEAD):
+                    await self._db.execute(ADD, parent, row["number"])
+                    made += 1
         return made
 
-    async def _extend_all(self) -> int:
-        at = await self._db.fetchrow(READ_POSITIONS)
-        made = 0
-        for parent in PARENTS:
-            position = at["id"] if parent == "outbox" else at["batch"]
-            while await self._extend_once(parent, position):
-                made += 1
-        return made
+    async def drop(self) -> int:
+        """Drop what periods that are dropped had; returns how many tables went.
+
+        Waits for every transaction that may still look into them.
+        """
+        gone = 0
+        for kind, parents in PARENTS.items():
+            for row in await self._db.fetch(READ_DOOMED, kind, list(parents)):
+                name = quote_ident(row["name"])
+                detach = f"ALTER TABLE {row['parent']} DETACH PARTITION {name}"
+                if row["detaching"] is not None:
+                    how = "FINALIZE" if row["detaching"] else "CONCURRENTLY"
+                    await self._db.execute(f"{detach} {how}")
+                await self._db.execute(f"DROP TABLE {name}")
+                gone += 1
+        return gone
+
+    async def summarize(self) -> None:
+        """Let new events be found by their id and key."""
+        for row in await self._db.fetch(READ_SUMMARIES):
+            with suppress(asyncpg.LockNotAvailableError):
+                await self._db.fetchval(SUMMARIZE, row["id"])
 
     async def analyze(self) -> None:
         """Tell the planner about the parents, which autovacuum leaves out."""
-        for parent in PARENTS:
-            await self._db.execute(f"ANALYZE {parent}")
+        for parents in PARENTS.values():
+            for parent in parents:
+                await self._db.execute(f"ANALYZE {parent}")
 
     async def partitions(self, parent: str) -> list[Partition]:
         """All partitions of a parent in order."""
@@ -116,35 +163,5 @@ class PartitionStore:
         for row in await self._db.fetch(READ_PARTITIONS, parent):
             match = _BOUND.search(row["bound"] or "")
             if match is not None:
-                hi = match[2] and int(match[2])
-                found.append(Partition(row["name"], int(match[1]), hi or None, row["detaching"]))
+                found.append(Partition(row["name"], int(match[1]), int(match[2]), row["detaching"]))
         return sorted(found, key=lambda p: p.lo)
-
-    async def _extend_once(self, parent: str, position: int) -> bool:
-        """One step of the way; False when there is nothing to do."""
-        last = (await self.partitions(parent))[-1]
-        name = quote_ident(last.name)
-        if last.detaching:
-            # Somebody was interrupted while cutting.
-            await self._db.execute(f"ALTER TABLE {parent} DETACH PARTITION {name} FINALIZE")
-            return await self._close_behind(parent, last.lo)
-        if last.hi is not None:
-            return await self._close_behind(parent, last.hi)
-        if not position < last.lo < position + AHEAD * self._width:
-            # Far enough away; or in use already, and then it stays as it is.
-            return False
-        await self._db.execute(f"ALTER TABLE {parent} DETACH PARTITION {name} CONCURRENTLY")
-        return await self._close_behind(parent, last.lo)
-
-    async def _close_behind(self, parent: str, lo: int) -> bool:
-        """Attach the cut partition with an upper bound, and an open one behind it."""
-        child = f"{parent}_{lo}"
-        async with self._db.transaction():
-            if await self._db.fetchval(TABLE_EXISTS, child):
-                await self._db.execute(
-                    f"ALTER TABLE {parent} ATTACH PARTITION {quote_ident(child)} "
-                    f"FOR VALUES FROM ({lo}) TO ({lo + self._width})"
-                )
-                lo += self._width
-            await self._db.execute(ADD_OPEN_ENDED, parent, lo)
-        return True

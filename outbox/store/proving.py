@@ -69,14 +69,14 @@ SELECT endpoint_id, at, kind = 'endpoint_claimed' AS claimed,
 
 ANALYZE = """
 ANALYZE outbox, batch, delivery, attempt, lane, lane_counter, lane_progress, subscription,
-        endpoint, dead_letter, replay, journal, ownership
+        endpoint, dead_letter, replay, replay_job, replay_part, journal, ownership
 """
 
 # Every event has its numbers, no id is looked for any more, and every replay is made.
 ALL_SEQUENCED = """
 SELECT (SELECT coalesce(max(id), 0) FROM outbox) <= b.high
    AND b.young = '{}' AND NOT EXISTS (SELECT FROM gap)
-   AND NOT EXISTS (SELECT FROM replay WHERE next_seq <= to_seq)
+   AND NOT EXISTS (SELECT FROM replay_part WHERE ended_at IS NULL)
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
 

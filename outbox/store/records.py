@@ -26,24 +26,29 @@ if TYPE_CHECKING:
 
     from outbox.core.steps import DeadLetter, Progress, Record
 
+RANGE_GROWS_S = 3600
+"""A range grows for so long, so what is in it may be dropped so much too early."""
+
 _ATTEMPTS = """
        unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::int[], $6::text[], $7::int[],
-              $8::text[], $9::timestamptz[], $10::real[])
-       AS a(lane_id, batch, seq, attempt, outcome, status, error, started_at, elapsed_ms)
+              $8::text[], $9::timestamptz[], $10::real[], $11::jsonb[])
+       AS a(lane_id, batch, seq, attempt, outcome, status, error, started_at, elapsed_ms, answer)
 """
 
 # A group of successes: the acknowledgements.
-WRITE_GROUP = f"""{fence("$11")}
+WRITE_GROUP = f"""{fence("$12")}
 INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
-                     elapsed_ms, replica_id)
+                     elapsed_ms, answer, replica_id)
 SELECT a.*, $1 FROM fence, {_ATTEMPTS}
 """  # noqa: S608 (constants only)
 
 # A group in which something failed or was given up.  A lane that is not ours
 # any more (its epoch moved on) writes nothing at all.  A range that follows one
-# of the same reason makes that one longer: a backlog is cut again and again.  Not
-# one that an operator is just deciding about, for whom no acknowledgement waits.
-WRITE_RECORDS = f"""{fence("$40")},
+# of the same reason makes that one longer: a backlog is cut again and again.  For a
+# while only, because a range is as old as its beginning, and one that never grew old
+# would keep its events for ever.  And not one that an operator is just deciding about,
+# for whom no acknowledgement waits.
+WRITE_RECORDS = f"""{fence("$42")},
 moved AS (
     UPDATE lane_progress p
        SET acked_seq = v.acked_seq, delivered_seq = v.delivered_seq,
@@ -52,46 +57,48 @@ moved AS (
            next_attempt_at = v.next_attempt_at, last_answer = v.last_answer,
            success_at = v.success_at
       FROM fence,
-           unnest($11::bigint[], $12::bigint[], $13::bigint[], $14::bigint[], $15::bigint[],
-                  $16::bigint[], $17::int[], $18::int[], $19::timestamptz[], $20::timestamptz[],
-                  $21::jsonb[], $22::timestamptz[])
+           unnest($12::bigint[], $13::bigint[], $14::bigint[], $15::bigint[], $16::bigint[],
+                  $17::bigint[], $18::int[], $19::int[], $20::timestamptz[], $21::timestamptz[],
+                  $22::jsonb[], $23::timestamptz[])
            AS v(lane_id, epoch, acked_seq, delivered_seq, floor_batch, head_seq, attempts, spent,
                 first_attempt_at, next_attempt_at, last_answer, success_at)
      WHERE p.lane_id = v.lane_id AND p.epoch = v.epoch AND p.acked_seq <= v.acked_seq
     RETURNING p.lane_id, p.endpoint_id),
 logged AS (
     INSERT INTO attempt (lane_id, batch, seq, attempt, outcome, status, error, started_at,
-                         elapsed_ms, replica_id)
+                         elapsed_ms, answer, replica_id)
     SELECT a.*, $1 FROM fence, {_ATTEMPTS}
-     WHERE a.lane_id <> ALL ($11) OR a.lane_id IN (SELECT lane_id FROM moved)),
+     WHERE a.lane_id <> ALL ($12) OR a.lane_id IN (SELECT lane_id FROM moved)),
 given_up AS (
     SELECT d.*, moved.endpoint_id
-      FROM moved JOIN unnest($23::bigint[], $24::bigint[], $25::bigint[], $26::bigint[],
-           $27::text[], $28::int[], $29::jsonb[], $30::boolean[], $31::bigint[], $32::uuid[],
-           $33::text[], $34::text[], $35::text[], $36::jsonb[], $37::jsonb[],
-           $38::timestamptz[], $39::timestamptz[])
+      FROM moved JOIN unnest($24::bigint[], $25::bigint[], $26::bigint[], $27::bigint[],
+           $28::text[], $29::int[], $30::jsonb[], $31::boolean[], $32::bigint[], $33::uuid[],
+           $34::text[], $35::text[], $36::text[], $37::jsonb[], $38::jsonb[],
+           $39::timestamptz[], $40::timestamptz[], $41::bigint[])
            AS d(lane_id, batch, seq, to_seq, reason, attempts, last_answer, blocks, outbox_id,
-                event_id, tenant, type, key, payload, headers, published_at, expires_at)
+                event_id, tenant, type, key, payload, headers, published_at, expires_at,
+                backfill_id)
            USING (lane_id)),
 followed AS MATERIALIZED (
     SELECT x.id, g.to_seq
       FROM given_up g CROSS JOIN LATERAL (
-           SELECT id, to_seq, outbox_id, reason, state FROM dead_letter
+           SELECT id, to_seq, outbox_id, reason, state, at FROM dead_letter
             WHERE lane_id = g.lane_id AND seq < g.seq
             ORDER BY seq DESC LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED) x
      WHERE g.outbox_id IS NULL AND x.to_seq = g.seq - 1 AND x.outbox_id IS NULL
-       AND x.reason = g.reason AND x.state = 'dead'),
+       AND x.reason = g.reason AND x.state = 'dead'
+       AND x.at > clock_timestamp() - make_interval(secs => {RANGE_GROWS_S})),
 extended AS (
-    UPDATE dead_letter x SET to_seq = f.to_seq, at = clock_timestamp()
+    UPDATE dead_letter x SET to_seq = f.to_seq
       FROM followed f WHERE x.id = f.id
     RETURNING x.lane_id),
 buried AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
            last_answer, outbox_id, event_id, tenant, type, key, payload, headers,
-           published_at, expires_at, replica_id)
+           published_at, expires_at, backfill_id, replica_id)
     SELECT lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
            last_answer, outbox_id, event_id, tenant, type, key, payload, headers,
-           published_at, expires_at, $1
+           published_at, expires_at, backfill_id, $1
       FROM given_up WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)),
 blocked AS (
     INSERT INTO lane_block (lane_id, seq) SELECT lane_id, seq FROM given_up WHERE blocks),
@@ -177,7 +184,7 @@ class RecordStore:
     async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
         """Write a group; all of it or, when fenced off, none of it."""
         attempts = _columns(
-            9,
+            10,
             (
                 (
                     r.lane_id,
@@ -189,6 +196,7 @@ class RecordStore:
                     r.attempt.error,
                     _time(r.attempt.started_at),
                     r.attempt.elapsed_s * 1000,
+                    _json(r.attempt.answer),
                 )
                 for r in records
                 if r.attempt is not None
@@ -221,7 +229,7 @@ class RecordStore:
                 if r.progress is not None
             ),
         )
-        dead = _columns(17, (_dead_row(r, r.dead) for r, _ in urgent if r.dead is not None))
+        dead = _columns(18, (_dead_row(r, r.dead) for r, _ in urgent if r.dead is not None))
         moved = await self._db.fetch(
             WRITE_RECORDS, self._me, *attempts, *progress, *dead, self._timeline
         )
@@ -258,13 +266,13 @@ class RecordStore:
 
 
 def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> tuple[Any, ...]:
-    event: tuple[Any, ...] = (None,) * 9
+    event: tuple[Any, ...] = (None,) * 10
     if isinstance(dead, DeadRange):
         numbers = (dead.batch, dead.seq, dead.to_seq)
     else:
         d = dead.delivery
         numbers = (d.batch, d.seq, d.seq)
-        event = (d.outbox_id, *event[1:])
+        event = (d.outbox_id, *event[1:9], d.backfill_id)
         if isinstance(d, Delivery):
             event = (
                 d.outbox_id,
@@ -276,6 +284,7 @@ def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> tuple[Any, ...]:
                 None if d.headers is None else d.headers.decode(),
                 d.published_at,
                 d.expires_at,
+                d.backfill_id,
             )
     return (
         record.lane_id,

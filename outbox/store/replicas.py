@@ -26,6 +26,12 @@ OWN_ROW = """id = $1 AND expires_at > clock_timestamp()
        AND ({0}::bigint IS NULL OR server_timeline() = {0})"""
 
 
+WORKERS = 8
+"""Connections that a relay works on, each for one thing."""
+CONNECTIONS_MAX = WORKERS + 2
+"""And one to LISTEN, and one now and then to ask whether the server works for the others."""
+
+
 def fence(timeline: str) -> str:
     """The beginning of whatever a replica writes: its own row, locked.
 
@@ -109,7 +115,7 @@ SELECT 'endpoint_freed', $3, endpoint_id,
 # what nobody owns, and the version of who gets what.  Only what is free: an idle
 # look must not cost more with every endpoint.
 LOOK = """
-SELECT c.version, r.ids, r.renewals, r.leases_s, r.cursor_pids,
+SELECT c.version, c.erasures, r.ids, r.renewals, r.leases_s, r.cursor_pids,
        array(SELECT o.endpoint_id
                FROM ownership o JOIN endpoint e ON e.id = o.endpoint_id
                 AND e.state NOT IN ('removed', 'disabled')
@@ -171,6 +177,8 @@ class Look:
 
     version: int
     """Of who gets what; it rises with every change."""
+    erasures: int
+    """Rises when payloads were erased."""
     peers: list[Peer]
     """Every registered replica, whoever looks among them."""
     free: list[UUID]
@@ -226,7 +234,13 @@ class ReplicaStore:
         row = await self._db.fetchrow(LOOK)
         columns = (row["ids"] or (), row["renewals"] or (), row["leases_s"] or ())
         peers = [Peer(*each) for each in zip(*columns, strict=True)]
-        return Look(row["version"], peers, row["free"], set(row["cursor_pids"] or ()))
+        return Look(
+            row["version"],
+            row["erasures"],
+            peers,
+            row["free"],
+            set(row["cursor_pids"] or ()),
+        )
 
     async def bury(
         self,

@@ -8,12 +8,14 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.sequencing import Helping, Replay, Route
+from outbox.core.sequencing import Helping, Replay, Route, fitting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncpg import Connection
+
+    from outbox.core.pacing import Share
 
 # A paused endpoint's deliveries are numbered, though none is sent.
 READ_ROUTES = """
@@ -26,47 +28,57 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants, s.filter,
  WHERE s.to_batch IS NULL
 """
 
-# The next numbers of the replays that are waiting, oldest request first, at
-# most $1 in all; each goes to the end of the lane that its key has today.  How
-# many each request may take is known beforehand, because numbers have no holes,
-# so no more is read of a range than is taken, and it is read from where the last
-# batch ended.  One letter has its own copy of the event; of a range only the
-# deliveries are left, whose events tell the key.  A number whose delivery is
-# gone is NULL here, once for its request, and passed over.  LIMIT 1 keeps it to a
-# look for each request, whatever the planner knows.
+# The next numbers of the replays that are waiting, of each of some parts of jobs the
+# oldest first, at most so many of each part; each goes to the end of the lane that its
+# key has today.  How many each replay may take is known beforehand, because numbers
+# have no holes, so no more is read of a range than is taken, and it is read from where
+# the last batch ended.  One letter has its own copy of the event; of a range only the
+# deliveries are left, whose events tell the key, or the letters that they came of, when
+# a lane gave up what was sent again.  A number whose delivery is gone is
+# NULL here, once for its replay, and passed over.  LIMIT 1 keeps it to a look for each
+# replay, and OFFSET 0 to those that wait, whatever the planner knows.
 READ_REPLAYS = """
 WITH asked AS MATERIALIZED (
-    SELECT r.id, r.next_seq, r.next_batch, r.to_seq, x.*,
+    SELECT part.job_id, part.endpoint_id, part.most, r.*, x.*,
            sum(r.to_seq - r.next_seq + 1) OVER (
-               ORDER BY r.id ROWS UNBOUNDED PRECEDING) - (r.to_seq - r.next_seq + 1) AS before
-      FROM replay r
+               PARTITION BY part.job_id, part.endpoint_id ORDER BY r.id
+               ROWS UNBOUNDED PRECEDING) - (r.to_seq - r.next_seq + 1) AS before
+      FROM unnest($1::bigint[], $2::uuid[], $3::bigint[]) AS part(job_id, endpoint_id, most)
      CROSS JOIN LATERAL (
-           SELECT d.lane_id, d.outbox_id, d.key, e.id AS endpoint_id, e.generation, e.lanes
+           SELECT * FROM (
+               SELECT id, dead_id, next_seq, next_batch, to_seq FROM replay
+                WHERE job_id = part.job_id AND endpoint_id = part.endpoint_id
+                  AND next_seq <= to_seq OFFSET 0) waiting
+            ORDER BY id LIMIT part.most) r
+     CROSS JOIN LATERAL (
+           SELECT d.lane_id, d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes,
+                  d.outbox_id IS NULL AS is_range
              FROM dead_letter d
              JOIN endpoint e ON e.id = d.endpoint_id AND e.state IN ('active', 'paused')
-            WHERE d.id = r.dead_id LIMIT 1) x
-     WHERE r.next_seq <= r.to_seq
-     ORDER BY r.id LIMIT $1),
+            WHERE d.id = r.dead_id LIMIT 1) x),
 taking AS (
-    SELECT *, least(to_seq - next_seq + 1, $1 - before)::bigint AS numbers
-      FROM asked WHERE before < $1)
-SELECT t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id, d.seq, d.batch, d.outbox_id
+    SELECT *, least(to_seq - next_seq + 1, most - before)::bigint AS numbers
+      FROM asked WHERE before < most)
+SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id,
+       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id, t.is_range
   FROM taking t
   LEFT JOIN LATERAL (
-       SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key
-        WHERE t.outbox_id IS NOT NULL
+       SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key, t.backfill_id,
+              t.dead_id AS copy_id
+        WHERE NOT t.is_range
         UNION ALL
-       SELECT n.seq, n.batch, n.outbox_id, o.key
-         FROM (SELECT seq, batch, outbox_id FROM delivery
-                WHERE t.outbox_id IS NULL AND lane_id = t.lane_id
+       SELECT n.seq, n.batch, n.outbox_id, coalesce(o.key, c.key), n.backfill_id, n.copy_id
+         FROM (SELECT seq, batch, outbox_id, backfill_id, copy_id FROM delivery
+                WHERE t.is_range AND lane_id = t.lane_id
                   AND batch >= t.next_batch AND seq >= t.next_seq
                 ORDER BY batch, seq LIMIT t.numbers) n
          LEFT JOIN LATERAL (SELECT key FROM outbox WHERE id = n.outbox_id LIMIT 1) o ON true
+         LEFT JOIN LATERAL (SELECT key FROM dead_letter WHERE id = n.copy_id LIMIT 1) c ON true
         WHERE n.seq < t.next_seq + t.numbers) d ON true
   LEFT JOIN lane l ON l.endpoint_id = t.endpoint_id AND l.generation = t.generation
    AND l.slot = (CASE WHEN d.key IS NULL THEN d.outbox_id
                       ELSE hashtextextended(d.key, 0) & 9223372036854775807 END) % t.lanes
- ORDER BY t.id, d.seq
+ ORDER BY t.job_id, t.endpoint_id, t.id, d.seq
 """
 
 WRITE_HELPINGS = """
@@ -96,10 +108,26 @@ class RoutingStore:
             for r in await self._db.fetch(READ_ROUTES)
         ]
 
-    async def replays(self, limit: int) -> list[Helping]:
-        """What a batch may take of the replays asked for, at most `limit` numbers."""
-        rows = await self._db.fetch(READ_REPLAYS, limit)
-        return [_helping(list(of_one)) for _, of_one in groupby(rows, lambda r: r["id"])]
+    async def replays(self, shares: Sequence[Share]) -> list[Helping]:
+        """What a batch may take of the dead letters that are being sent again."""
+        rows = await self._db.fetch(
+            READ_REPLAYS,
+            [share.part.job_id for share in shares],
+            [share.part.endpoint_id for share in shares],
+            [share.numbers for share in shares],
+        )
+        per_lane = {(s.part.job_id, s.part.endpoint_id): s.per_lane for s in shares}
+        helpings: list[Helping] = []
+        for part, of_part in groupby(rows, lambda r: (r["job_id"], r["endpoint_id"])):
+            its = list(of_part)
+            lane_ids = [r["lane_id"] for r in its if r["seq"] is not None]
+            left = fitting(lane_ids, per_lane[part], len(lane_ids))
+            for _, of_one in groupby(its, lambda r: r["id"]):
+                helping, left = _helping(list(of_one), left)
+                if helping is None:
+                    break
+                helpings.append(helping)
+        return helpings
 
     async def advance(self, helpings: Sequence[Helping]) -> None:
         """Remember what was taken of the replays."""
@@ -111,13 +139,29 @@ class RoutingStore:
         )
 
 
-def _helping(rows: list[Any]) -> Helping:
+def _helping(rows: list[Any], left: int) -> tuple[Helping | None, int]:
+    """What is taken of one replay when `left` numbers may be; and how many then still."""
     first = rows[0]
     found = [r for r in rows if r["seq"] is not None]
-    return Helping(
+    taken = found[:left]
+    if found and not taken:
+        return None, 0
+    if len(taken) < len(found):
+        next_seq = found[left]["seq"]
+    else:
+        next_seq = first["next_seq"] + first["numbers"]
+    helping = Helping(
         first["id"],
-        tuple(Replay(r["id"], r["lane_id"], r["outbox_id"], r["seq"]) for r in found),
-        next_seq=first["next_seq"] + first["numbers"],
-        next_batch=found[-1]["batch"] if found else first["next_batch"],
-        missing=first["numbers"] - len(found),
+        first["job_id"],
+        first["endpoint_id"],
+        tuple(
+            Replay(r["lane_id"], r["outbox_id"], r["id"], r["seq"], r["backfill_id"], r["copy_id"])
+            for r in taken
+        ),
+        next_seq=next_seq,
+        next_batch=taken[-1]["batch"] if taken else first["next_batch"],
+        missing=next_seq - first["next_seq"] - len(taken),
+        reads_events=first["is_range"],
     )
+    # When it was cut short, nothing of the replays behind it may be taken.
+    return helping, left - len(taken) if len(taken) == len(found) else 0

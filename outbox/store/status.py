@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.identity import lane_name
+from outbox.core.periods import waiting
 from outbox.store.connect import map_errors
 from outbox.store.endpoints import LANE_STATE
 
@@ -29,11 +30,8 @@ SELECT b.batch, b.high, b.at, clock_timestamp() AS seen_at, c.timeline, c.timeli
 
 # Open gaps: ids that were given out and may still appear.
 GAPS = """
-SELECT count(*) AS gaps, coalesce(sum(hi - lo + 1), 0)::bigint AS ids FROM (
-    SELECT lower(r) AS lo, upper(r) - 1 AS hi
-      FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young) AS r
-    UNION ALL
-    SELECT lo, hi FROM gap) g
+SELECT (SELECT count(*) FROM gap) + (
+    SELECT count(*) FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young))
 """
 
 REPLICAS = """
@@ -130,7 +128,7 @@ class Cursor:
 
         Otherwise they were rolled back, or are not committed yet.
         """
-        return 0 if self.waiting_s is None else max(self.last_id - self.high, 0)
+        return 0 if self.waiting_s is None else waiting(self.high, self.last_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +233,6 @@ class Overview:
     owed: int
     cursor: Cursor
     gaps: int
-    gap_ids: int
     replicas: tuple[Replica, ...]
     endpoints: tuple[EndpointStatus, ...]
     endpoints_total: int
@@ -257,7 +254,7 @@ async def read(
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             cursor = dict(await connection.fetchrow(CURSOR))
-            gaps = await connection.fetchrow(GAPS)
+            gaps = await connection.fetchval(GAPS)
             replicas = await connection.fetch(REPLICAS)
             endpoints = await connection.fetch(ENDPOINTS, limit)
             endpoints_total: int = await connection.fetchval(COUNT_ENDPOINTS)
@@ -272,8 +269,7 @@ async def read(
         numbered=numbered,
         owed=endpoints[0]["owed_by_all"] if endpoints else 0,
         cursor=Cursor(**cursor),
-        gaps=gaps["gaps"],
-        gap_ids=gaps["ids"],
+        gaps=gaps,
         replicas=tuple(Replica(**dict(row)) for row in replicas),
         endpoints=tuple(_endpoint(row) for row in endpoints),
         endpoints_total=endpoints_total,

@@ -10,6 +10,8 @@ from uuid import UUID
 
 import pytest
 
+from outbox.store.migrate import migrations
+
 if TYPE_CHECKING:
     from tests.cli.conftest import Command
     from tests.support.postgres import Database
@@ -30,6 +32,10 @@ def execute(database: Database, sql: str) -> Any:
             return await connection.fetchval(last)
 
     return asyncio.run(go())
+
+
+FILES = [str(migration) for migration in migrations()]
+LAST = len(FILES)
 
 
 def bury(database: Database, endpoint: str) -> None:
@@ -57,28 +63,28 @@ def test_migrate(outbox: Command, empty_database: Database) -> None:
     check = outbox("migrate", "--check", **env)
     assert check.code == 1
     assert check.out == (
-        'schema "My schema" is at version 0; pending: 0001_outbox, 0002_relay; '
+        f'schema "My schema" is at version 0; pending: {", ".join(FILES)}; '
         "run: outbox migrate --schema 'My schema'\n"
     )
     assert outbox("migrate", "--check", "--json", **env).json == {
         "schema": "My schema",
         "version": 0,
-        "pending": ["0001_outbox", "0002_relay"],
+        "pending": FILES,
     }
     assert outbox("migrate", **env).out == (
-        'schema "My schema" is at version 2; applied 0001_outbox, 0002_relay\n'
+        f'schema "My schema" is at version {LAST}; applied {", ".join(FILES)}\n'
     )
     again = outbox("migrate", **env)
-    assert (again.code, again.out) == (0, 'schema "My schema" is up to date, at version 2\n')
+    assert (again.code, again.out) == (0, f'schema "My schema" is up to date, at version {LAST}\n')
     assert outbox("migrate", "--json", **env).json == {
         "schema": "My schema",
-        "version": 2,
+        "version": LAST,
         "applied": [],
         "producers": [],
         "payload_bytes_max": None,
     }
     check = outbox("migrate", "--check", **env)
-    assert (check.code, check.out) == (0, 'schema "My schema" is up to date, at version 2\n')
+    assert (check.code, check.out) == (0, f'schema "My schema" is up to date, at version {LAST}\n')
 
 
 def test_migrate_prints_sql_without_a_database(outbox: Command, empty_database: Database) -> None:
@@ -102,7 +108,7 @@ def test_migrate_refuses_a_newer_database(here: Command, database: Database) -> 
     for command in (["migrate"], ["migrate", "--check"], ["status"], ["endpoint", "list"]):
         result = here(*command)
         assert result.code == 3
-        assert "is at version 99, this program knows 2; upgrade outbox-relay" in result.error
+        assert f"is at version 99, this program knows {LAST}; upgrade outbox-" in result.error
 
 
 def test_migrate_grants_and_limits(here: Command, database: Database) -> None:
@@ -115,7 +121,7 @@ def test_migrate_grants_and_limits(here: Command, database: Database) -> None:
     execute(database, "DROP ROLE IF EXISTS app; CREATE ROLE app LOGIN")
     granted = here("migrate", "--producer", "app", "--payload-bytes-max", "5000")
     assert granted.out == (
-        'schema "relay" is up to date, at version 2\n'
+        f'schema "relay" is up to date, at version {LAST}\n'
         'role "app" may publish\n'
         "payload limit: 5000 bytes\n"
     )
@@ -401,7 +407,11 @@ def test_dead_replay_and_discard(here: Command, database: Database) -> None:
         "enable it first: outbox endpoint enable a",
     )
     execute(database, "UPDATE endpoint SET state = 'active' RETURNING id")
-    assert here("dead", "replay", 1, "--json").json == {"replaying": 1, "skipped": {}}
+    assert here("dead", "replay", 1, "--json").json == {
+        "replaying": 1,
+        "skipped": {},
+        "job": 1,
+    }
     assert re.search(
         r"^sent again   not yet, asked for at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]",
         here("dead", "show", 1).out,
@@ -429,7 +439,7 @@ def test_dead_replay_and_discard(here: Command, database: Database) -> None:
 def test_a_range_is_sent_again_in_helpings(here: Command, database: Database) -> None:
     here("endpoint", "add", "a", URL)
     bury(database, "a")
-    assert here("dead", "replay", 2).out == "replaying 1 dead letter\n"
+    assert here("dead", "replay", 2).out == "replaying 1 dead letter (replay job 1)\n"
     execute(
         database,
         """
@@ -453,6 +463,108 @@ def test_a_range_is_sent_again_in_helpings(here: Command, database: Database) ->
     assert again.error == "dead letter 2 was sent again; see: outbox dead show 2"
 
 
+def test_dead_letters_by_what_they_have_in_common(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    bury(database, "a")
+    assert [r["id"] for r in here("dead", "list", "--type", "a.*", "--json").json] == [1]
+    assert [r["id"] for r in here("dead", "list", "--reason", "removed", "--json").json] == [2]
+    assert here("dead", "list", "--until", "1h").out == "no dead letters\n"
+    assert len(here("dead", "list", "--since", "1h", "--json").json) == 2
+    assert here("dead", "list", "--tenant", "x").out == "no dead letters\n"
+    rows = [line.split() for line in here("dead", "count").out.splitlines()]
+    assert rows == [
+        ["ENDPOINT", "REASON", "DEAD", "REPLAYING", "REPLAYED", "DEAD_AGAIN", "DISCARDED"],
+        ["a", "refused", "1", "0", "0", "0", "0"],
+        ["a", "removed", "1", "0", "0", "0", "0"],
+        ["all", "2", "0", "0", "0", "0"],
+    ]
+    counted = here("dead", "count", "--reason", "removed", "--json").json
+    assert counted["total"] == {
+        "dead": 1, "replaying": 0, "replayed": 0, "dead_again": 0, "discarded": 0,
+    }  # fmt: skip
+    assert counted["counts"][0]["numbers"] == 10
+    for args, says in (
+        (("--since", "yesterday"), "is neither a moment such as 2026-01-31T12:00Z nor a time ago"),
+        (("--since", "1h", "--until", "2h"), "--until must be later than --since"),
+        (("--type", "a b"), "type pattern: 'a b' is not one"),
+        (("--reason", "tired"), "'tired' is not one of 'refused'"),
+    ):
+        wrong = here("dead", "list", *args)
+        assert wrong.code == 2
+        assert says in wrong.error
+
+
+def test_a_dry_run_tells_and_does_nothing(here: Command, database: Database) -> None:
+    here("endpoint", "add", "a", URL)
+    bury(database, "a")
+    before = execute(database, "SELECT array_agg(d::text ORDER BY id) FROM dead_letter d")
+    assert here("dead", "replay", "--all", "--dry-run", "--json").json == {
+        "dry_run": True,
+        "replaying": 2,
+        "skipped": {},
+        "by_endpoint": {"a": 2},
+    }
+    assert here("dead", "replay", 1, "--dry-run").out == (
+        "would be sent again: 1 dead letter; nothing was done\n"
+    )
+    assert here("dead", "discard", "--given-up", "refused", "--dry-run").out == (
+        "would be discarded: 1 dead letter; nothing was done\n"
+    )
+    planned = here("replay", "--endpoint", "a", "--since", "1h", "--dry-run", "--json").json
+    assert (planned["dry_run"], planned["deliveries"]) == (True, 0)
+    after = execute(database, "SELECT array_agg(d::text ORDER BY id) FROM dead_letter d")
+    assert after == before
+    assert execute(database, "SELECT count(*) FROM replay_job") == 0
+
+
+def test_a_replay_job_is_listed_shown_and_aborted(here: Command, database: Database) -> None:
+    assert here("replay", "list").out == "no replay jobs\n"
+    here("endpoint", "add", "a", URL)
+    bury(database, "a")
+    assert here("dead", "replay", "--endpoint", "a", "--rate", 5).out == (
+        "replaying 2 dead letters (replay job 1)\n"
+    )
+    began = here("replay", "--endpoint", "a", "--since", "2020-01-01", "--type", "a.*", "--json")
+    assert began.json == {"job": 2}
+    listed = here("replay", "list").out.splitlines()
+    assert [line.split()[:3] for line in listed[1:]] == [
+        ["1", "dead", "running"],
+        ["2", "history", "running"],
+    ]
+    assert "--endpoint a --type a.* --since 2020-01-01T00:00:00" in listed[2]
+    shown = here("replay", "show", 1, "--json").json
+    assert (shown["all"], shown["done"], shown["rate_per_s"]) == (11, 0, 5.0)
+    text = here("replay", "show", 1).out
+    assert re.search(r"^done +0%: 0 of 11 numbers of dead letters$", text, re.MULTILINE)
+    assert re.search(r"^rate +5/s$", text, re.MULTILINE)
+    assert here("replay", "abort", 1).out == "aborted replay job 1 after 0 deliveries\n"
+    again = here("replay", "abort", 1)
+    assert (again.code, again.error) == (
+        2,
+        "replay job 1 was aborted already; see: outbox replay show 1",
+    )
+    assert [r["id"] for r in here("replay", "list", "--json").json] == [2]
+    assert here("replay", "list", "--state", "all", "--limit", 1).err == (
+        "there are more; go on with: --after 1\n"
+    )
+    assert len(here("dead", "list", "--json").json) == 2
+    unsaid = here("replay")
+    assert unsaid.code == 2
+    assert "say --endpoint NAME and --since TIME, or list, show or abort" in unsaid.error
+    unknown = here("replay", "--endpoint", "x", "--since", "1h")
+    assert unknown.error == 'there is no endpoint "x"; see: outbox endpoint list'
+
+
+def test_who_waits_hears_how_it_ended(here: Command, database: Database) -> None:
+    """As a relay would have done it, that found nothing to do."""
+    here("endpoint", "add", "a", URL)
+    execute(database, "ALTER TABLE replay_job ALTER state SET DEFAULT 'done'; SELECT 1")
+    ended = here("replay", "--endpoint", "a", "--since", "1h", "--wait")
+    assert (ended.code, ended.out.splitlines()[-1]) == (0, "replay job 1 is done: 0 deliveries")
+    waited = here("replay", "--endpoint", "a", "--since", "1h", "--wait", "--json")
+    assert waited.json["state"] == "done"
+
+
 # ------------------------------------------------------------------- status
 
 
@@ -461,7 +573,7 @@ def test_status(here: Command, database: Database) -> None:
     here("publish", "a.b")
     seen = here("status", "--json").json
     assert list(seen) == [
-        "schema", "at", "cursor", "gaps", "replicas", "owed", "endpoints_total", "endpoints",
+        "schema", "at", "cursor", "open_gaps", "replicas", "owed", "endpoints_total", "endpoints",
         "dead_letters",
     ]  # fmt: skip
     assert (seen["cursor"]["high"], seen["cursor"]["last_id"], seen["cursor"]["lag"]) == (0, 1, 1)
@@ -567,6 +679,8 @@ def test_an_interval_is_of_a_watch(here: Command) -> None:
 def test_doctor(here: Command, database: Database) -> None:
     first = here("doctor")
     assert (first.code, first.err) == (0, "")
+    assert "probe" in first.out
+    assert "probe" not in here("doctor", "--no-probe").out
     head, _, live = first.out.partition("\n\nLive health\n")
     assert head.startswith("Preconditions\n  ok       server ")
     assert "→ start one: outbox relay\n" in live
@@ -623,8 +737,12 @@ def test_no_word_is_broken_where_the_terminal_is_narrow(
     here("endpoint", "add", "a-name-of-twenty-chars", URL)
     bury(database, "a-name-of-twenty-chars")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    wide = here("dead", "list", NO_COLOR="1", COLUMNS="140", TERM="dumb").out.splitlines()
-    narrow = here("dead", "list", NO_COLOR="1", COLUMNS="80", TERM="dumb").out.splitlines()
+    wide = here(
+        "dead", "list", NO_COLOR="1", COLUMNS="140", LINES="25", TERM="dumb"
+    ).out.splitlines()
+    narrow = here(
+        "dead", "list", NO_COLOR="1", COLUMNS="80", LINES="25", TERM="dumb"
+    ).out.splitlines()
     assert len(wide) == 3
     assert wide[0].split() == [
         "id", "endpoint", "lane", "number", "type", "reason", "status", "attempts", "at",

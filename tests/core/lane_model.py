@@ -61,6 +61,7 @@ class World(Watch):
         self._batch = 0
         self._sent = {}
         self._lost = set()
+        self._told_erased = set()
         self._take_over()
 
     # ---------------------------------------------------------------- owners
@@ -86,6 +87,7 @@ class World(Watch):
         self._delivered = disk.ended
         self._in_hand = disk.ended
         self._gone = set()
+        self._rereads = self._stray = False
         self._known = disk.last_seq
         self._cut = 0
         self._stopped = False
@@ -184,12 +186,21 @@ class World(Watch):
         if owed := self.disk.last_seq - self.disk.ended:
             self.disk.erased.add(self.disk.ended + 1 + i % owed)
 
+    def reread(self) -> None:
+        """The owner is told that events were erased."""
+        self.lane.reread()
+        self._rereads = True
+        self._told_erased |= self.disk.erased
+
     def tick(self, seconds: float) -> None:
         self.now += seconds
 
     def proceed(self, gate: Gate = Gate.OPEN) -> Command:
         """Ask the lane what to do, and begin it."""
         before = self.lane.in_flight
+        if self._rereads and not before and not self._stopped:
+            self._rereads, self._stray = False, self.fetching is not None
+            self._in_hand = self._over
         command = self.lane.next(self.now, gate)
         if isinstance(command, Send):
             expect(not before and self.sending is None, "two requests are in flight")
@@ -221,6 +232,9 @@ class World(Watch):
         if fetch is not None:
             read = self.disk.read(fetch, rows)
             self.lane.fetched(read)
+            if self._stray:
+                self._stray = False
+                return
             for each in read:
                 if each.seq > self._in_hand:
                     self._in_hand = each.seq

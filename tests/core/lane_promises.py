@@ -39,6 +39,8 @@ class Watch:
     """What this owner has read, up to here."""
     _gone: set[int]
     """What of that was erased."""
+    _told_erased: set[int]
+    """What some owner was told to be erased."""
     _known: int
     """What this owner knows to be given out, by word or by reading."""
     _cut: int
@@ -106,6 +108,7 @@ class Watch:
         disk, seq = self.disk, send.delivery.seq
         expect(gate is not Gate.SHUT, f"{seq} is sent through a shut gate")
         expect(not disk.blocked, f"{seq} does not wait for an operator")
+        expect(seq not in self._told_erased, f"{seq} is sent although it was erased")
         ends = disk.closed and seq == disk.last_seq
         expect(send.lane_ends == ends, f"{seq} is wrong about the end of the lane", send)
         ended = max(disk.ended, self._delivered)

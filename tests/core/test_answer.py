@@ -12,13 +12,16 @@ from hypothesis import strategies as st
 from outbox.core.answer import (
     BODY_BYTES_MAX,
     DETAIL_CHARS_MAX,
+    RECEIPT_BODY_CHARS_MAX,
     RETRY_AFTER_S_MAX,
     SUMMARY_BODY_CHARS_MAX,
+    SUMMARY_VERSION,
     Answer,
     Failure,
     Verdict,
     classify,
     one_line,
+    receipt,
     retry_after_s,
     summary,
 )
@@ -159,6 +162,7 @@ def test_a_summary_tells_what_helps_to_find_the_request() -> None:
         detail="the body was cut short",
     )
     assert summary(answer) == {
+        "version": SUMMARY_VERSION,
         "status": 503,
         "detail": "the body was cut short",
         "elapsed_ms": 42.1,
@@ -170,10 +174,22 @@ def test_a_summary_tells_what_helps_to_find_the_request() -> None:
 def test_a_summary_of_a_failure() -> None:
     answer = Answer.failed(Failure.CONNECT, "connection\r\nrefused\x00", 0.001)
     assert summary(answer) == {
+        "version": SUMMARY_VERSION,
         "failure": "connect",
         "detail": "connection refused",
         "elapsed_ms": 1.0,
     }
+
+
+def test_of_a_success_less_is_kept() -> None:
+    headers = (("Content-Type", "text/plain"), ("X-Request-Id", "r-1"), ("Set-Cookie", "s"))
+    answer = Answer.of(200, 0.1, headers=headers, body=b"x" * (RECEIPT_BODY_CHARS_MAX + 1))
+    assert receipt(answer) == {
+        "version": SUMMARY_VERSION,
+        "headers": {"x-request-id": "r-1"},
+        "body": "x" * (RECEIPT_BODY_CHARS_MAX - 1) + "…",
+    }
+    assert receipt(Answer.of(204, 0.1, headers=(("Server", "nginx"),))) is None
 
 
 def test_what_jsonb_cannot_hold_and_a_terminal_should_not_see_is_replaced() -> None:

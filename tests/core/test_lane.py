@@ -45,6 +45,10 @@ class LaneMachine(RuleBasedStateMachine):
     def erase(self, i: int) -> None:
         self.world.erase(i)
 
+    @rule()
+    def reread(self) -> None:
+        self.world.reread()
+
     @rule(gate=st.sampled_from([Gate.OPEN, Gate.OPEN, Gate.PROBE, Gate.SHUT]))
     def proceed(self, gate: Gate) -> None:
         self.world.proceed(gate)

@@ -93,7 +93,7 @@ def test_a_cut_is_one_range_in_one_record() -> None:
     lane.cut(4, "backlog")
     assert lane.acked_seq == 1
     record = lane.next(NOW, Gate.SHUT)
-    assert cut_of(record) == DeadRange(1, 2, 4, "backlog", 1, summary(BUSY))
+    assert cut_of(record) == DeadRange(2, 2, 4, "backlog", 1, summary(BUSY))
     assert isinstance(record, Record)
     assert record.progress == Progress(4, 1, 4, success_at=NOW)
     assert lane.next(NOW) is None

@@ -348,7 +348,7 @@ def _faults(value: object) -> str | None:
         (CheckpointsUnwrittenRetries, NO_FAULTS, "attempts are not what is logged"),
         (GivesUpInPassing, NO_FAULTS, "is sent before"),
         (FailsInPassing, NO_FAULTS, "forgets its attempts|is due and not sent"),
-        (ForgetsItsRetries, NO_FAULTS, "forgets its attempts"),
+        (ForgetsItsRetries, NO_FAULTS, "forgets its attempts|are not what is logged"),
         (KeepsAStaleBudget, NO_FAULTS, "forgets its attempts"),
         (NamesTheNumberBefore, NO_FAULTS, "names"),
         (SleepsOverTheEnd, NO_FAULTS, "has to wait until"),

@@ -66,9 +66,9 @@ def test_a_whole_request_as_the_contract_shows_it() -> None:
     assert headers == {
         "content-type": "application/json",
         "user-agent": "outbox-relay",
-        "webhook-id": "e70345da-2c55-5b7e-841b-5f444941b0fe",
+        "webhook-id": "a635b22d-2f2b-854d-b0be-4ae9f4fa1dbe",
         "webhook-timestamp": "1770000000",
-        "x-delivery": "e70345da-2c55-5b7e-841b-5f444941b0fe",
+        "x-delivery": "a635b22d-2f2b-854d-b0be-4ae9f4fa1dbe",
         "x-event": "0d9ff25f-6f0b-4e0d-9d4b-07a1dbb3d1f4",
         "x-lane": "6f1c2a349d55-1-0",
         "x-sequence": "8",

@@ -254,7 +254,7 @@ def test_replays_come_at_the_end_of_their_lane(
     router = Router(made)
     batch = [event for part in read for event in part]
     replays = [
-        Replay(id=500 + n, lane_id=10 * slot, outbox_id=n, seq=70 + n)
+        Replay(id=500 + n, lane_id=10 * slot, outbox_id=n, seq=70 + n, copy_id=n % 2 or None)
         for n, slot in enumerate(slots)
     ]
     counters = dict.fromkeys(router.lanes_of(batch) | {r.lane_id for r in replays}, 7)
@@ -262,6 +262,7 @@ def test_replays_come_at_the_end_of_their_lane(
     fresh = len(out) - len(replays)
     assert out.replay_ids == [None] * fresh + [r.id for r in replays]
     assert out.replay_seqs == [None] * fresh + [r.seq for r in replays]
+    assert out.copy_ids == [None] * fresh + [r.copy_id for r in replays]
     assert out.lane_ids[fresh:] == [r.lane_id for r in replays]
     assert out.outbox_ids[fresh:] == [r.outbox_id for r in replays]
     for lane in counters:

@@ -87,6 +87,7 @@ def _wander_lane(world: World, rng: random.Random, steps: int) -> None:
         (0.5, lambda: world.offer(1 + below(20), told=chance(), given=chance())),
         (0.5, lambda: world.offer(2, expires_in_s=5 * rng.random())),
         (0.3, lambda: world.erase(below(4))),
+        (0.3, world.reread),
         (16, world.proceed),
         (4, lambda: world.proceed(rng.choice((Gate.PROBE, Gate.PROBE, Gate.SHUT)))),
         (6, lambda: world.fetched(1 + below(12))),

@@ -13,6 +13,7 @@ import pytest
 import outbox
 from outbox.core.signature import parse_secret
 from outbox.receiver.server import Handled, Outcome, Receiver
+from outbox.store.migrate import migrations
 from tests.support.load import COMMITTED, INSERT
 from tests.support.process import RelayProcess, relay_process
 from tests.support.process import outbox as command
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.one_major
 
 ROOT = Path(__file__).resolve().parents[2]
 NEW_VERSION = "0.2.0"
-COMPATIBLE = """-- Programs of version 2 go on working.
+LAST = migrations()[-1].version
+COMPATIBLE = f"""-- Programs of version {LAST} go on working.
 
 ALTER TABLE endpoint ADD COLUMN colour text NOT NULL DEFAULT 'grey';
 CREATE TABLE later (id bigint PRIMARY KEY);
@@ -47,7 +49,7 @@ def newer(room: Path, migration: str) -> Path:
     text = init.read_text()
     assert outbox.__version__ in text
     init.write_text(text.replace(outbox.__version__, NEW_VERSION))
-    (package / "schema" / "0003_later.sql").write_text(migration)
+    (package / "schema" / f"{LAST + 1:04}_later.sql").write_text(migration)
     return package
 
 
@@ -98,7 +100,9 @@ async def test_relays_are_replaced_one_by_one_beside_a_newer_schema(
         producing = asyncio.create_task(produce())
         await flows()
         migrated = await command("migrate", env=env, package=package)
-        assert "version 3; applied 0003_later" in migrated.stdout, migrated.stderr
+        assert f"version {LAST + 1}; applied {LAST + 1:04}_later" in migrated.stdout, (
+            migrated.stderr
+        )
 
         # An old one that loses its session, and one that is started anew, go on.
         await fetchval(
@@ -113,7 +117,9 @@ async def test_relays_are_replaced_one_by_one_beside_a_newer_schema(
         await _said(old[0], "replica registered", 3)
         await flows()
         ahead = await command("migrate", env=env)
-        assert ahead.stdout == 'schema "relay" is up to date, at version 3\n', ahead.stderr
+        assert ahead.stdout == f'schema "relay" is up to date, at version {LAST + 1}\n', (
+            ahead.stderr
+        )
 
         for n, relay in enumerate(old):
             new = await stack.enter_async_context(
@@ -149,7 +155,10 @@ async def test_an_old_relay_stops_in_front_of_a_schema_that_it_does_not_fit(
         await _said(old, "replica registered")
         migrated = await command("migrate", env=env, package=package)
         assert migrated.code == 0, migrated.stderr
-        refusal = 'schema "relay" is at version 3, this program knows 2; upgrade outbox-relay here'
+        refusal = (
+            f'schema "relay" is at version {LAST + 1}, this program knows {LAST}; '
+            "upgrade outbox-relay here"
+        )
         await until(
             lambda: any(refusal == line.get("reason") for line in old.log()), 30, "the refusal"
         )

@@ -65,7 +65,7 @@ async def test_a_server_that_is_started_anew_under_load(
 
 
 # By their position among those of a replica, in the order of their opening.
-KINDS = ("renewal", "sequencing", "reading", "recording", "care", "upkeep")
+KINDS = ("renewal", "sequencing", "reading", "recording", "care", "schedules", "upkeep")
 END_ONE = """
 SELECT pg_terminate_backend(pid) FROM (
     SELECT pid FROM pg_stat_activity
@@ -249,7 +249,7 @@ async def test_connections_that_are_not_to_be_had(
 
 async def test_no_connection_left_to_listen_on(database: Database, logs: Logs) -> None:
     dsn = await _role(database, "limited")
-    await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT 7")
+    await fetchval(database, "ALTER ROLE limited CONNECTION LIMIT 8")
     await add_endpoint(database)
     network = Network()
     async with running(database, network, dsn=dsn, poll_s=0.2):

@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from outbox.core.answer import Answer
+from outbox.store.records import RANGE_GROWS_S
 from tests.support.relay import (
     BUSY,
     OK,
@@ -247,6 +248,31 @@ async def test_a_backlog_is_held_to_its_limit_and_the_hole_names_itself(
     assert sum(to - seq + 1 for _, seq, to in found) == 40
     told = await fetchval(database, "SELECT count(*) FROM journal WHERE kind = 'backlog_given_up'")
     assert told == len(found)
+    assert await exceptions(database) == {}
+
+
+async def test_a_hole_that_grows_is_a_new_one_after_a_while(database: Database) -> None:
+    """Or it would never grow old, and its events would be kept for ever."""
+    await add_endpoint(database, lanes=1, retry=PATIENT)
+    await set_endpoint(database, backlog_count_max=2)
+
+    async def holes() -> list[int]:
+        return [to - seq + 1 for _, seq, to in await letters(database)]
+
+    async def given_up(publishing: int, wanted: list[int]) -> None:
+        await publish(database, *range(publishing))
+
+        async def are_as_wanted() -> bool:
+            return await holes() == wanted
+
+        await until(are_as_wanted, 10, f"{wanted} to be given up")
+
+    async with running(database, Network(lambda _: BUSY)):
+        await given_up(5, [3])
+        await given_up(3, [6])
+        older = "UPDATE dead_letter SET at = at - make_interval(secs => $1)"
+        await fetchval(database, older, RANGE_GROWS_S)
+        await given_up(3, [6, 3])
     assert await exceptions(database) == {}
 
 

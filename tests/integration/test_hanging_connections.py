@@ -34,7 +34,17 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.one_major
 
-OPENED = ("ownership", "sequencing", "renewal", "reading", "recording", "care", "upkeep", "listen")
+OPENED = (
+    "ownership",
+    "sequencing",
+    "renewal",
+    "reading",
+    "recording",
+    "care",
+    "schedules",
+    "upkeep",
+    "listen",
+)
 """A session's connections, in the order in which it opens them."""
 
 

@@ -10,7 +10,6 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.errors import CannotRun
-from outbox.store.partitions import PARENTS, PartitionStore
 from tests.support.load import loaded
 from tests.support.pgbouncer import PgBouncer, find_the_schema, pgbouncer
 from tests.support.process import outbox as command
@@ -112,42 +111,24 @@ async def test_nothing_is_left_in_other_clients_sessions(
             client.terminate()
 
 
-async def test_partitions_are_made_although_nobody_can_hold_a_lock(
+async def test_periods_come_and_go_although_nobody_can_hold_a_lock(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
+    monkeypatch.setattr("outbox.core.periods.LENGTH_MIN_S", 0.0)
     await find_the_schema(database)
-    ends = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'outbox'::regclass"
+    await add_endpoint(database)
+    gone = "SELECT to_regclass('outbox_' || $1::int) IS NULL AND to_regclass('batch_0') IS NULL"
+    moment_days = 1e-9
+    kept = dict.fromkeys(("retention_events_days", "retention_log_days"), moment_days)
     async with (
         pgbouncer(database, server_lifetime_s=1) as proxy,
-        running(database, Network(), **through(proxy)),
+        running(database, Network(), **through(proxy), **kept),
     ):
-        for moved in (1_000_005, 2_000_005):
-            before = await fetchval(database, ends)
-            await fetchval(database, "SELECT setval('outbox_id_seq', $1)", moved)
-            await until(lambda before=before: _more(database, ends, before), 20, "a partition")
-
-
-async def _more(database: Database, sql: str, than: int) -> bool:
-    return bool(await fetchval(database, sql) > than)
-
-
-async def test_two_maintainers_without_a_lock_make_what_one_would(database: Database) -> None:
-    session = {"server_settings": {"search_path": "relay"}}
-    stores = [
-        PartitionStore(await database.connect(**session), width=100, pooled=True) for _ in range(3)
-    ]
-    for position in (50, 1_000_050, 1_000_150, 1_000_950):
-        await fetchval(database, "SELECT setval('outbox_id_seq', $1)", position)
-        for _ in range(3):
-            await asyncio.gather(*(each.extend() for each in stores), return_exceptions=True)
-        await stores[0].extend()
-        assert await stores[0].extend() == 0
-    for parent in PARENTS:
-        found = await stores[0].partitions(parent)
-        assert [p.hi for p in found[:-1]] == [p.lo for p in found[1:]]
-        assert found[-1].hi is None
-        assert not any(p.detaching for p in found)
+        for number in (0, 1):
+            await publish(database, number)
+            await until(lambda n=number: fetchval(database, gone, n), 20, "a partition to go")
+    assert await exceptions(database) == {}
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core import pacing
 from outbox.core.identity import delivery_id
-from outbox.relay import cursor as module
 from outbox.relay.cursor import Turn
-from outbox.store import dead, endpoint_removal, replays
-from outbox.store.replays import Selection
+from outbox.store import dead, endpoint_removal, jobs, replays
+from outbox.store.selection import Selection
 from tests.support import ranges
 from tests.support.relay import (
     BUSY,
@@ -28,6 +28,7 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from uuid import UUID
 
     from asyncpg import Connection
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from tests.support.relay import Sent
 
 ALL = Selection(everything=True)
+NUMBERS = 1500
 
 PUBLISH_MANY = """
 INSERT INTO outbox (type, key, payload)
@@ -58,6 +60,13 @@ PENDING = "SELECT sum(to_seq - next_seq + 1)::int FROM replay WHERE next_seq <= 
 @pytest.fixture
 async def db(database: Database) -> Connection[Any]:
     return await database.connect(server_settings={"search_path": "relay"})
+
+
+@pytest.fixture
+def unpaced() -> Iterator[None]:
+    """In helpings of four, one in each batch."""
+    with ranges.unpaced(4):
+        yield
 
 
 async def a_range(
@@ -89,26 +98,30 @@ def stood_for(sent: Sent) -> tuple[str, int] | None:
 async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REPLAYS_MAX", 20)
-    endpoint_id, letters = await a_range(database, db, 5000, lanes=3)
+    # Quicker than it is good for anybody but a test, in helpings of twenty.
+    monkeypatch.setattr(pacing, "LIVE_MS", 1e9)
+    monkeypatch.setattr(pacing, "ENDPOINT_MAX", 20)
+    monkeypatch.setattr(pacing, "LOOK_FIRST_S", 0.001)
+    monkeypatch.setattr(pacing, "TURN_S", 0.001)
+    endpoint_id, letters = await a_range(database, db, NUMBERS, lanes=3)
     assert len(letters) == 3
     # Its keys have other lanes today.
     await ranges.change_lanes(db, endpoint_id, 2)
     network, other = Network(), Network()
 
     async def in_the_middle(least: int) -> bool:
-        return 0 < (await db.fetchval(PENDING) or 0) < 5000 - least
+        return 0 < (await db.fetchval(PENDING) or 0) < NUMBERS - least
 
     async with killed_at_the_end(database, network):
         await until(lambda: db.fetchval("SELECT bool_and(replica_id > 0) FROM ownership"))
         await replays.replay(db, "relay", ALL, actor="test")
         await publish(database, "one", key="k1")
-        await until(lambda: in_the_middle(300))
+        await until(lambda: in_the_middle(NUMBERS // 10))
     assert {row.state for row in await dead.page(db, "relay", states=dead.STATES)} == {"replaying"}
     async with running(database, other):
         async with killed_at_the_end(database, network):
             await publish(database, "two", key="k1")
-            await until(lambda: in_the_middle(1500))
+            await until(lambda: in_the_middle(NUMBERS // 3))
         await publish(database, "three", key="k1")
         await all_ended(database, timeout_s=60)
     # A copy after a crash carries what the first one carried.
@@ -120,7 +133,7 @@ async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
     for (lane, _), told in sorted(by_number.items()):
         lanes[lane] += told
     again = [(of, told) for got in lanes.values() for told, of in got if of is not None]
-    assert len(again) == 5000
+    assert len(again) == NUMBERS
     assert {lane.partition("-")[2] for lane in lanes} == {"2-0", "2-1"}
     assert dict(again) == await expected(db)
     for got in lanes.values():
@@ -137,12 +150,13 @@ async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
 
 
 async def test_a_batch_takes_live_events_first_and_a_helping_of_a_range(
-    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+    database: Database, db: Connection[Any], unpaced: None
 ) -> None:
-    monkeypatch.setattr(module, "REPLAYS_MAX", 4)
     _, (letter,) = await a_range(database, db, 10)
     await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
     worker = await ranges.sequencer(database)
+    # Who comes to lead reads what there is to do.
+    assert await worker.turn() is Turn.IDLE
     sql = """SELECT array_agg(coalesce(replay_seq, 0) ORDER BY seq) FROM delivery
               WHERE batch = (SELECT max(batch) FROM batch)"""
     got = []
@@ -151,21 +165,25 @@ async def test_a_batch_takes_live_events_first_and_a_helping_of_a_range(
         assert await worker.turn() is Turn.MOVED
         got.append(await db.fetchval(sql))
     assert got == [[0, 1, 2, 3, 4], [0, 5, 6, 7, 8], [0, 9, 10]]
-    assert await worker.turn() is Turn.IDLE
+    # Nothing is left of it, which is written down once.
+    assert [await worker.turn() for _ in range(2)] == [Turn.MOVED, Turn.IDLE]
+    assert await db.fetchval("SELECT state FROM replay_job") == "done"
     assert await exceptions(database) == {}
 
 
 async def test_who_follows_a_dead_sequencer_goes_on_with_its_range(
-    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+    database: Database, db: Connection[Any], unpaced: None
 ) -> None:
-    monkeypatch.setattr(module, "REPLAYS_MAX", 4)
     _, (letter,) = await a_range(database, db, 10)
     first, second = [await ranges.sequencer(database) for _ in range(2)]
     await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
     for worker in (first, second, first):
+        # To lead, and then to take something.
+        await ranges.turn(worker)
         assert await ranges.turn(worker) is Turn.MOVED
     assert await db.fetchval(PENDING) is None
-    for worker in (first, second, first, second):
+    assert await ranges.turn(first) is Turn.MOVED
+    for worker in (second, first, second):
         assert await ranges.turn(worker) is Turn.IDLE
     assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id > 0") == 10
     await publish(database, "a")
@@ -186,7 +204,7 @@ async def test_what_becomes_of_a_range_that_is_sent_again(
                 assert (shown.state, shown.again) == (row.state, row.again)
         return [(row.state, row.again) for row in rows]
 
-    assert await states() == [("replaying", None)] * 3
+    assert await states() == [("dead", None)] * 3
     await ranges.sequence_all(database)
     assert await states() == [("replaying", None)] * 3
     refused: list[int] = []
@@ -265,48 +283,55 @@ async def test_an_event_of_a_range_that_is_gone_is_given_up_as_erased(
 
 
 async def test_numbers_that_are_not_there_hold_nobody_up_and_are_found(
-    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+    database: Database, db: Connection[Any]
 ) -> None:
-    monkeypatch.setattr(module, "REPLAYS_MAX", 4)
     _, (letter,) = await a_range(database, db, 14)
     await db.execute("DELETE FROM delivery WHERE seq IN (2, 5, 6, 7, 8, 14)")
     await replays.replay(db, "relay", Selection(ids=(letter,)), actor="test")
-    await ranges.sequence_all(database)
+    await ranges.sequence_all(database, most=4)
     sql = "SELECT array_agg(replay_seq::int ORDER BY seq) FROM delivery WHERE replay_id > 0"
     assert await db.fetchval(sql) == [1, 3, 4, 9, 10, 11, 12, 13]
     assert await db.fetchval(PENDING) is None
     assert "replayed" in await exceptions(database)
 
 
-@pytest.mark.parametrize(("state", "waits"), [("paused", False), ("disabled", True)])
-async def test_a_paused_endpoints_replays_are_numbered_a_disabled_ones_wait(
-    database: Database, db: Connection[Any], state: str, waits: bool
+@pytest.mark.parametrize(("state", "goes_on"), [("paused", True), ("disabled", False)])
+async def test_a_paused_endpoints_replays_are_numbered_a_disabled_ones_end(
+    database: Database, db: Connection[Any], state: str, goes_on: bool
 ) -> None:
     one, (letter,) = await a_range(database, db, 3, name="one")
     other = await add_endpoint(database, "other")
     await publish(database, "a")
     await ranges.sequence_all(database)
     await ranges.give_up(db, other.id)
-    await replays.replay(db, "relay", ALL, actor="test")
+    outcome = await replays.replay(db, "relay", ALL, actor="test")
     await db.execute("UPDATE endpoint SET state = $1 WHERE id = $2", state, one)
     await ranges.sequence_all(database)
     # Nobody behind it waits for it.
-    sql = "SELECT array_agg(dead_id) FROM replay WHERE next_seq <= to_seq"
-    assert await db.fetchval(sql) == ([letter] if waits else None)
-    if waits:
+    sql = "SELECT count(*) FROM delivery WHERE replay_id > 0"
+    assert await db.fetchval(sql) == (4 if goes_on else 1)
+    assert await ids_of_dead(db) == ([] if goes_on else [letter])
+    assert outcome.job is not None
+    job = await jobs.get(db, "relay", outcome.job)
+    assert (job.state, job.stopped) == ("done", {} if goes_on else {"disabled": 1})
+    if not goes_on:
         await db.execute("UPDATE endpoint SET state = 'active'; UPDATE cursor SET version = 9")
+        await replays.replay(db, "relay", ALL, actor="test")
         await ranges.sequence_all(database)
-        assert await db.fetchval(sql) is None
-    assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id > 0") == 4
+        assert await db.fetchval(sql) == 4
+
+
+async def ids_of_dead(db: Connection[Any]) -> list[int]:
+    return [row.id for row in await dead.page(db, "relay")]
 
 
 async def test_a_removal_stops_a_range_where_it_is(
-    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+    database: Database, db: Connection[Any], unpaced: None
 ) -> None:
-    monkeypatch.setattr(module, "REPLAYS_MAX", 4)
     await a_range(database, db, 10)
     await replays.replay(db, "relay", ALL, actor="test")
-    assert await (await ranges.sequencer(database)).turn() is Turn.MOVED
+    worker = await ranges.sequencer(database)
+    assert [await worker.turn() for _ in range(2)] == [Turn.IDLE, Turn.MOVED]
     await endpoint_removal.remove(db, "relay", "shop", actor="test", give_up=True)
     network = Network()
     async with running(database, network):

@@ -19,6 +19,7 @@ from outbox.store.changes import change
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
+from outbox.store.selection import Selection
 from tests.support.relay import (
     BUSY,
     OK,
@@ -283,7 +284,7 @@ async def _is(database: Database, sql: str, wanted: object) -> bool:
 
 async def _replay(database: Database) -> None:
     async with database.connection(**SESSION) as connection:
-        await replays.replay(connection, "relay", replays.Selection(everything=True), actor="test")
+        await replays.replay(connection, "relay", Selection(everything=True), actor="test")
 
 
 async def test_a_replay_that_dies_again_can_be_replayed_again(database: Database) -> None:
@@ -323,7 +324,7 @@ async def test_a_removal_ends_a_replay_that_is_waiting_or_under_way(database: Da
         network.script = lambda _: BUSY
         await _replay(database)
         await until(lambda: fetchval(database, "SELECT head_seq FROM lane_progress"))
-    # Nobody sequences now: this one waits.
+    # The second waited for the first; nobody sequences now, so both of these wait.
     await fetchval(database, "UPDATE dead_letter SET state = 'dead' WHERE seq = 1")
     await _replay(database)
     await _remove(database, "e")
@@ -333,8 +334,8 @@ async def test_a_removal_ends_a_replay_that_is_waiting_or_under_way(database: Da
     sql = "SELECT array_agg((seq, to_seq, state, reason)::text ORDER BY seq) FROM dead_letter"
     assert await fetchval(database, sql) == [
         "(1,1,dead,refused)",
-        "(2,2,replaying,refused)",
-        "(3,4,dead,removed)",
+        "(2,2,dead,refused)",
+        "(3,3,dead,removed)",
     ]
     assert await fetchval(database, "SELECT count(*) FROM replay WHERE next_seq <= to_seq") == 0
     assert await exceptions(database) == {}
@@ -517,8 +518,12 @@ async def test_a_cancelled_wait_for_a_server_out_of_reach_ends(database: Databas
                 each.cancel()
             back.close()
 
-    # Maintenance wants to cut a partition, and waits for a producer.
-    await fetchval(database, "SELECT setval('outbox_id_seq', 1000005)")
+    # Maintenance wants to drop a partition, and waits for a producer.
+    await fetchval(
+        database,
+        "INSERT INTO period (kind, number, dropped_at) "
+        "VALUES ('events', 2, NULL), ('events', 1, clock_timestamp()) RETURNING number",
+    )
     producer = await database.connect(**SESSION)
     await producer.execute("BEGIN; INSERT INTO outbox (type, payload) VALUES ('a.b', '0')")
     async with listening(through) as port:

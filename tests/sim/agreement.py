@@ -8,6 +8,7 @@ compared for being there.
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox.config import Settings
@@ -16,15 +17,26 @@ from outbox.core.health import HealthRecord, State
 from outbox.core.lane import Lane
 from outbox.core.retry import RetryPolicy
 from outbox.core.steps import Record, Send
+from outbox.core.ticks import ScheduleSettings
 from outbox.errors import OutboxError
 from outbox.relay.cursor import Cursor, Sequenced
-from outbox.store import endpoint_changes, endpoint_states, replays
+from outbox.store import (
+    backfill,
+    discards,
+    endpoint_changes,
+    endpoint_states,
+    jobs,
+    replays,
+    schedule_changes,
+)
+from outbox.store.backfill import Backfill
 from outbox.store.care import CareStore
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
-from outbox.store.replays import Selection
 from outbox.store.replicas import ReplicaStore
+from outbox.store.selection import Selection
+from outbox.store.ticking import TickStore
 
 if TYPE_CHECKING:
     import random
@@ -51,6 +63,14 @@ class Side(Protocol):
 
     async def lapse(self, replica_id: int) -> None:
         """A replica's lease ran out."""
+        ...
+
+    async def wait_for_their_time(self, events: int) -> None:
+        """So many events wait; their time has come."""
+        ...
+
+    async def let_be_due(self) -> None:
+        """All schedules are due."""
         ...
 
     async def tables(self) -> dict[str, Any]:
@@ -86,6 +106,7 @@ class Script:
             (10, self._deliver), (3, self._checkpoint), (2, self._news), (1, self._release),
             (1, self._bury), (2, self._lapse_or_renew), (1, self._leave_the_lead),
             (2, self._operate), (1, self._health), (1, self._care), (1, self._finish),
+            (1, self._plan), (2, self._tick),
         ]  # fmt: skip
         for _ in range(steps):
             ((_, act),) = self._rng.choices(acts, [weight for weight, _ in acts])
@@ -301,7 +322,44 @@ class Script:
                 acked = sorted((x.id, x.progress.acked_seq) for x in loaded)
                 await RecordStore(self._db, self._owner[endpoint.id]).finish(endpoint.id, acked)
                 said.append(self._n(endpoint.id))
-        return said
+        # A server returns rows in any order.
+        return sorted(said)
+
+    # ------------------------------------------------------------- the ticker
+
+    async def _plan(self) -> Any:
+        """Schedules, and events whose time has come long ago."""
+        rng, db = self._rng, self._db
+        name = f"s{rng.randrange(2)}"
+        u = rng.random()
+        if u < 0.4:
+            settings = ScheduleSettings(
+                name=name,
+                cron="@yearly",
+                type="t0.changed",
+                key=rng.choice((None, "k1")),
+                overlap=rng.choice(("allow", "wait")),
+            )
+            again = rng.random() < 0.5
+            added = await schedule_changes.add(db, SCHEMA, settings, actor="test", replace=again)
+            return added.name, added.state, added.key
+        if u < 0.5:
+            (paused,) = await schedule_changes.pause(db, SCHEMA, [name], actor="test")
+            return paused.state, paused.next_at
+        if u < 0.7:
+            (resumed,) = await schedule_changes.resume(db, SCHEMA, [name], actor="test")
+            return resumed.state, resumed.next_at is not None
+        if u < 0.8:
+            await schedule_changes.run_now(db, SCHEMA, name, actor="test")
+        else:
+            await self._side.wait_for_their_time(rng.randrange(1, 4))
+        return name
+
+    async def _tick(self) -> Any:
+        await self._side.let_be_due()
+        store = TickStore(self._db, self._ids[0])
+        ticked = await store.tick()
+        return ticked.schedules, await store.move(), await store.due_in_s() is None
 
     # -------------------------------------------------------------- operators
 
@@ -325,10 +383,20 @@ class Script:
             owner = self._owner.get(self._side.endpoint_ids[int(name[1:])], 0)
             care = CareStore(db, SCHEMA, owner)
             return await care.disable(self._side.endpoint_ids[int(name[1:])], "test", {})
+        elif u < 0.85:
+            outcome = await replays.replay(db, SCHEMA, Selection(everything=True), actor="test")
+            return outcome.done, outcome.skipped, outcome.job
+        elif u < 0.9:
+            ids = tuple(rng.sample(range(1, 10), 2))
+            outcome = await replays.replay(db, SCHEMA, Selection(ids=ids), actor="test")
+            return outcome.done, outcome.skipped, outcome.job
+        elif u < 0.95:
+            since = datetime.fromtimestamp(0, UTC)
+            return await backfill.ask(db, SCHEMA, Backfill(name, since), actor="test")
+        elif u < 0.97:
+            return (await jobs.abort(db, SCHEMA, rng.randrange(1, 5), actor="test")).taken
         else:
-            act = replays.replay if u < 0.9 else replays.discard
-            outcome = await act(db, SCHEMA, Selection(everything=True), actor="test")
-            return outcome.done, outcome.skipped
+            await discards.discard(db, SCHEMA, Selection(everything=True), actor="test")
         return name
 
 

@@ -14,6 +14,8 @@ import orjson
 
 from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Violation
+from tests.sim.replayed import Replayed
+from tests.sim.timetable import Timetable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,11 +43,28 @@ def reports(method: M) -> M:
     return cast("M", checked)
 
 
+def batch_of(checker: Checker, event_id: int) -> int:
+    """The batch that saw an event; one that nobody subscribed to leaves no other trace."""
+    if event_id in checker.in_batch:
+        return checker.in_batch[event_id]
+    batches = checker.database.batches
+    for each in batches:
+        if any(lo <= event_id <= hi for lo, hi in each.found):
+            return each.batch
+    before = 0
+    for each in batches:
+        if before < event_id <= each.high:
+            return each.batch
+        before = each.high
+    raise Violation("loss", f"event {event_id} was never sequenced")
+
+
 class Checker:
     """Watches one run.
 
     Args:
-        latency_s: in calm times, an event is sequenced within so long.
+        latency_s: in calm times, an event is sequenced within so long;
+        late_s: and a tick published.
         tell: takes what happens, line by line.
     """
 
@@ -54,10 +73,11 @@ class Checker:
         world: World,
         database: Database,
         latency_s: float,
+        late_s: float,
         tell: Callable[[str], None],
     ) -> None:
         self._tell = tell
-        self._world = world
+        self.world = world
         self.database = database
         self._latency_s = latency_s
         self.lanes: dict[str, LaneBook] = {}
@@ -79,6 +99,8 @@ class Checker:
         self.duplicates = 0
         self.latencies: list[float] = []
         self.pauses: dict[UUID, float] = {}
+        self.timetable = Timetable(self, late_s)
+        self.replayed = Replayed(database, lambda event_id: batch_of(self, event_id))
         database.on_commit.append(self._committed)
 
     # ------------------------------------------------------------- the tables
@@ -86,6 +108,7 @@ class Checker:
     @reports
     def _committed(self, tx: Transaction) -> None:
         db = self.database
+        self.replayed.committed(tx)
         lanes = tx.writes.get(db.lane)
         if lanes:
             for row in lanes.values():
@@ -104,6 +127,7 @@ class Checker:
                     self._attempts(what)
                 case "checkpoint":
                     self._fenced(*what)
+        self.replayed.settled(tx)
         for row in (tx.writes.get(db.dead_letter) or {}).values():
             if row is not None:
                 self._dead(row)
@@ -123,6 +147,7 @@ class Checker:
         owned = tx.writes.get(db.ownership)
         if owned:
             self._claimed(owned)
+        self.timetable.committed(tx)
 
     def know(self, lane: dict[str, Any]) -> None:
         """A lane was made."""
@@ -133,7 +158,7 @@ class Checker:
     def _event(self, event_id: int, quiet: bool) -> None:
         self.moments.come(moments.EVENT)
         if not quiet:
-            self._visible_at[event_id] = self._world.now
+            self._visible_at[event_id] = self.world.now
         self._tell(f"event {event_id} is visible; flag {self.database.wakeup}")
         if event_id in self._dead_ids:
             raise Violation("loss", f"event {event_id} appears after it was declared dead")
@@ -165,7 +190,8 @@ class Checker:
                 raise Violation("routing", f"lane {lane_id} has ended, and gets {each.seq}")
             if not self._active(book.endpoint_id, batch.batch):
                 raise Violation("routing", f"{endpoint['name']} gets nothing in {batch.batch}")
-            if each.replay_id is not None:
+            if each.again:
+                self.replayed.given(each, book)
                 continue
             if each.outbox_id in self.sequenced[book.endpoint_id]:
                 raise Violation("twice", f"event {each.outbox_id} for {endpoint['name']}")
@@ -190,7 +216,7 @@ class Checker:
         visible_at = self._visible_at.pop(event_id, None)
         if visible_at is None:
             return
-        waited_s = self._world.now - visible_at
+        waited_s = self.world.now - visible_at
         self.latencies.append(waited_s)
         if waited_s > self._latency_s and visible_at > self.troubled_until:
             raise Violation(
@@ -212,6 +238,9 @@ class Checker:
 
     def _dead(self, row: dict[str, Any]) -> None:
         book = self._by_id[row["lane_id"]]
+        if row["reason"] == "erased":
+            where = f"lane {row['lane_id']}: {row['seq']}"
+            raise Violation("retention", f"the event of {where} was dropped, and owed")
         for seq in range(row["seq"], row["to_seq"] + 1):
             book.dead.add(seq)
             book.end(seq)
@@ -253,8 +282,8 @@ class Checker:
             body["id"],
             data["k"],
             data["v"],
-            "replay_of" in body,
-            self._world.now,
+            "replay_of" in body or "backfill" in body,
+            self.world.now,
         )
         self.moments.come(moments.REQUEST, process.name)
         self._check_begin(book, attempt)
@@ -317,6 +346,10 @@ class Checker:
         """What is known of a lane."""
         return self._by_id[lane_id]
 
+    def name_of(self, replica_id: int) -> str:
+        """The process that this replica is."""
+        return self._owner_of[replica_id]
+
     def owns(self, process: Process, replica_id: int | None) -> bool:
         """Whether that replica is this process."""
         return replica_id is not None and self._owner_of[replica_id] == process.name
@@ -326,7 +359,7 @@ class Checker:
         if answer.status is not None and (200 <= answer.status <= 299 or answer.status == 409):
             book = self.lanes[attempt.lane]
             book.finish(attempt.seq)
-            book.done_at[attempt.seq] = self._world.now
+            book.done_at[attempt.seq] = self.world.now
 
     @reports
     def processed(self, attempt: Attempt) -> None:
@@ -336,7 +369,7 @@ class Checker:
             self.duplicates += 1
             attempt.again = True
             return
-        seen[attempt.delivery] = self._world.now
+        seen[attempt.delivery] = self.world.now
         if attempt.outbox_number not in self.database.outbox:
             raise Violation("phantom", f"{attempt.event_id} was never committed")
         if attempt.key is not None and not attempt.is_replay:

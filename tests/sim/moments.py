@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     Caller = Callable[[str], None]
 
 REQUEST, EVENT, GAP = "a request begins", "an event is visible", "a batch leaves gaps open"
+TICK = "a schedule is decided on"
 
 
 class Moments:

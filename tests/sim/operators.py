@@ -8,17 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+from outbox.core.ticks import ScheduleSettings
 from outbox.errors import OutboxError
-from outbox.store import endpoint_changes, endpoint_states, replays
+from outbox.store import (
+    backfill,
+    discards,
+    endpoint_changes,
+    endpoint_states,
+    jobs,
+    replays,
+    schedule_changes,
+)
+from outbox.store.backfill import Backfill
 from outbox.store.changes import change
-from outbox.store.replays import Selection
+from outbox.store.selection import Selection
 from tests.sim.database.connection import Connection
 from tests.sim.database.tables import SCHEMA
+from tests.sim.timetable import GRIDS
 
 if TYPE_CHECKING:
     import random
 
     from tests.sim.simulation import Simulation
+    from tests.sim.timetable import Kind
 
 TROUBLE = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, OutboxError)
 
@@ -63,6 +75,9 @@ class Operator:
 
     async def _act(self) -> None:
         rng = self._rng
+        if self._sim.database.schedule.rows and rng.random() < 0.2:
+            await self._act_on_schedules()
+            return
         endpoints = list(self._sim.database.endpoint.rows.values())
         name = rng.choice(endpoints)["name"]
         u = rng.random()
@@ -79,7 +94,74 @@ class Operator:
         elif u < 0.93:
             await self._try(replays.replay, Selection(everything=True))
         else:
-            await self._try(replays.discard, Selection(everything=True))
+            await self._try(discards.discard, Selection(everything=True))
+        if rng.random() < 0.5:
+            await self._send_again(rng.choice(endpoints)["name"])
+
+    async def _send_again(self, name: str) -> None:
+        """What is long under way, and some of what was asked for is thought better of."""
+        rng = self._rng
+        u = rng.random()
+        rate_per_s = rng.choice((None, None, 20.0, 0.5))
+        if u < 0.3:
+            await self._try(replays.replay, Selection(everything=True), rate_per_s=rate_per_s)
+        elif u < 0.4:
+            await self._replay_some()
+        else:
+            # All of it would be more than the rest of the run.
+            since = self._sim.database.later(-rng.choice((0.1, 10.0, 60.0, 600.0)))
+            await self._try(backfill.ask, Backfill(name, since), rate_per_s=rate_per_s)
+        if rng.random() < 0.3:
+            await asyncio.sleep(rng.choice((0.01, 0.1, 1.0)) * rng.random())
+            await self._abort()
+
+    async def _replay_some(self) -> None:
+        """By their numbers, as somebody would who has just looked."""
+        letters = self._sim.database.dead_letter.rows.values()
+        ids = [row["id"] for row in letters if row["state"] == "dead"]
+        if ids:
+            some = tuple(self._rng.sample(ids, min(len(ids), 2)))
+            await self._try(replays.replay, Selection(ids=some))
+
+    async def _abort(self) -> None:
+        jobs_of = self._sim.database.replay_job.rows.values()
+        running = [row["id"] for row in jobs_of if row["state"] == "running"]
+        if running:
+            await self._try(jobs.abort, self._rng.choice(running))
+
+    async def add_schedules(self, count: int) -> None:
+        """So many, and one for the occasion if there is one."""
+        occasion = self._sim.occasion
+        for n in range(count):
+            await self._add_schedule(f"s{n}", self._rng.choice(GRIDS))
+        if occasion is not None:
+            await self._add_schedule("occasion", occasion)
+
+    async def _add_schedule(self, name: str, kind: Kind, **options: Any) -> None:
+        settings = ScheduleSettings(
+            name=name,
+            cron=kind.cron,
+            timezone=kind.timezone,
+            type="t0.changed",
+            payload={"k": None, "v": 0},
+            misfire=self._rng.choice(("all", "all", "once", "skip")),
+            grace_s=self._sim.settings.lease_s,
+            overlap=self._rng.choice(("allow", "allow", "wait")),
+        )
+        await self._try(schedule_changes.add, settings, **options)
+
+    async def _act_on_schedules(self) -> None:
+        rng = self._rng
+        name = rng.choice([row["name"] for row in self._sim.database.schedule.rows.values()])
+        u = rng.random()
+        if u < 0.3:
+            await self._try(schedule_changes.run_now, name)
+        elif u < 0.5:
+            await self._try(schedule_changes.pause, [name])
+        elif u < 0.8:
+            await self._try(schedule_changes.resume, [name])
+        elif name != "occasion":
+            await self._add_schedule(name, rng.choice(GRIDS), replace=True)
 
     async def _change_lanes(self, name: str, lanes: int) -> None:
         await self._try(endpoint_changes.update, name, lambda s: replace(s, lanes=lanes))
@@ -98,11 +180,11 @@ class Operator:
 
         await self._try(command)
 
-    async def _try(self, command: Any, *args: Any) -> None:
+    async def _try(self, command: Any, *args: Any, **options: Any) -> None:
         connection = Connection(self._sim.database, self._sim.people, "outbox")
         try:
             await connection.open()
-            await command(connection, SCHEMA, *args, actor="operator")
+            await command(connection, SCHEMA, *args, actor="operator", **options)
             self._sim.tell(f"operator: {command.__name__} {args[0] if args else ''}")
         except TROUBLE as error:
             self._sim.tell(f"operator: {type(error).__name__}: {error}")

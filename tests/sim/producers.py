@@ -12,14 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import asyncpg
 import orjson
 
 from tests.sim.database.connection import Connection
 from tests.sim.database.engine import EXCLUSIVE, Wait
-from tests.sim.database.tables import SCHEMA, Event
+from tests.sim.database.inserts import insert_event
 
 if TYPE_CHECKING:
     from tests.sim.clockwork import Process
@@ -43,6 +42,7 @@ class Load:
     repeatable_read: float = 0.3
     two_phase: float = 0.02
     expires: float = 0.02
+    future: float = 0.03
 
 
 def insert(db: Database, key: str | None, kind: str, ttl_s: float | None, tx: Transaction) -> Steps:
@@ -53,28 +53,20 @@ def insert(db: Database, key: str | None, kind: str, ttl_s: float | None, tx: Tr
         row = tx.get(db.domain, key)
         version = 1 if row is None else row["version"] + 1
         tx.put(db.domain, key, {"version": version})
-    db.holders[tx.vxid] = None  # Taken before the sequence gives a value.
-    if db.rng.random() < 0.3:
-        yield db.pause_s()
-    db.last_id += 1
-    new = db.last_id
-    if db.rng.random() < 0.3:
-        yield db.pause_s()
-    event = Event(
-        new,
-        UUID(int=(new << 64) | 0x8000_0000_0000_0000),
-        kind,
-        key,
-        orjson.dumps({"k": key, "v": version}).decode(),
-        db.clock_timestamp(),
-        None if ttl_s is None else db.later(ttl_s),
-        new if key is None else db.spread_of(key),
-    )
-    tx.append(lambda: db.add_event(event))
-    tx.notes.append(("event", (new, tx.quiet)))
-    if db.flag_seen_by(tx) > db.wall() and not tx.quiet:
-        tx.notify(SCHEMA, "")
-    return f"INSERT 0 {new}"
+    payload = orjson.dumps({"k": key, "v": version}).decode()
+    expires_at = None if ttl_s is None else db.later(ttl_s)
+    event = yield from insert_event(db, tx, kind, key, payload, expires_at)
+    return f"INSERT 0 {event.id}"
+
+
+def insert_future(db: Database, kind: str, in_s: float, tx: Transaction) -> str:
+    """publish() of an event without a key, with a `deliver_at` in the future."""
+    new = db.serial(db.future_event)
+    payload = orjson.dumps({"k": None, "v": 0}).decode()
+    row = {"id": new, "type": kind, "payload": payload, "deliver_at": db.later(in_s)}
+    tx.put(db.future_event, new, row)
+    tx.notes.append(("future", (new,)))
+    return "INSERT 0 1"
 
 
 def look(db: Database, tx: Transaction) -> str:
@@ -129,6 +121,9 @@ class Producer:
                 ttl_s = 60 * rng.random() if rng.random() < load.expires else None
                 kind = f"t{rng.randrange(load.types)}.changed"
                 await connection.run(partial(insert, db, key or None, kind, ttl_s))
+                if rng.random() < load.future:
+                    in_s = rng.random() * rng.choice((5, 300))
+                    await connection.run(partial(insert_future, db, kind, in_s))
                 await self._dwell()
             rolled_back = rng.random() < load.rollback
             if two_phase:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.books import Violation
+from tests.sim.checks import batch_of
 
 if TYPE_CHECKING:
     from tests.sim.books import LaneBook
@@ -18,7 +19,9 @@ def at_rest(checker: Checker) -> bool:
     newest = db.batches[-1]
     if newest.young or db.gap.rows or (db.outbox_ids and db.outbox_ids[-1] > newest.high):
         return False
-    if any(r["next_seq"] <= r["to_seq"] for r in db.replay.rows.values()):
+    if any(part["ended_at"] is None for part in db.replay_part.rows.values()):
+        return False
+    if checker.timetable.behind():
         return False
     return all(book.ended_through == book.last_seq for book in checker.lanes.values())
 
@@ -36,27 +39,34 @@ def unrest(checker: Checker) -> str:
     last = db.outbox_ids[-1] if db.outbox_ids else 0
     return (
         f"high {newest.high} of {last}, young {newest.young}, old {list(db.gap.rows)}, "
-        f"owed {owed}, leader {db.cursor.rows[1]}, replicas {list(db.replica.rows)}, "
-        f"holders {list(db.holders)}"
+        f"owed {owed}, overdue {checker.timetable.behind()}, leader {db.cursor.rows[1]}, "
+        f"replicas {list(db.replica.rows)}, holders {list(db.holders)}"
     )
 
 
-def audit(checker: Checker) -> None:
+def audit(checker: Checker, last_id: int) -> None:
     """Completeness, from the tables and the receivers' books.
+
+    Args:
+        last_id: the newest event when everything had come to rest.  While the relays
+            stopped, a schedule may have published another one.
 
     Raises:
         Violation: something is missing.
     """
     for event in checker.database.outbox.values():
-        _sequenced(checker, event)
+        if event.id <= last_id:
+            _sequenced(checker, event)
     for name, book in checker.lanes.items():
-        _ended(checker, name, book)
+        _ended(checker, name, book, last_id)
+    checker.timetable.audit()
+    checker.replayed.audit()
 
 
 def _sequenced(checker: Checker, event: Event) -> None:
     """An event went to every endpoint that subscribed in its batch."""
     db = checker.database
-    batch = _batch_of(checker, event.id)
+    batch = batch_of(checker, event.id)
     for s in db.subscription.rows.values():
         wanted = event.type in s["types"] or "**" in s["types"]
         ended = s["to_batch"] is not None and batch >= s["to_batch"]
@@ -67,33 +77,18 @@ def _sequenced(checker: Checker, event: Event) -> None:
             raise Violation("loss", f"event {event.id} never went to {name}")
 
 
-def _batch_of(checker: Checker, event_id: int) -> int:
-    """The batch that saw an event; one that nobody subscribed to leaves no other trace."""
-    if event_id in checker.in_batch:
-        return checker.in_batch[event_id]
-    batches = checker.database.batches
-    for each in batches:
-        if any(lo <= event_id <= hi for lo, hi in each.found):
-            return each.batch
-    before = 0
-    for each in batches:
-        if before < event_id <= each.high:
-            return each.batch
-        before = each.high
-    raise Violation("loss", f"event {event_id} was never sequenced")
-
-
-def _ended(checker: Checker, name: str, book: LaneBook) -> None:
+def _ended(checker: Checker, name: str, book: LaneBook, last_id: int) -> None:
     """Every number of a lane has one outcome, and was received if that says so."""
     db: Database = checker.database
     acked: int = db.lane_progress.rows[book.id]["acked_seq"]
     if acked > book.last_seq:
         raise Violation("log", f"{name} is at {acked} of {book.last_seq}")
     delivered = {a.seq for a in db.attempts.get(book.id, ()) if a.outcome == "delivered"}
+    delivered |= db.old_successes.get(book.id, set())
     for seq in range(1, book.last_seq + 1):
         where = f"{name}/{seq}"
         if seq not in delivered:
-            if seq not in book.dead:
+            if seq not in book.dead and book.events[seq] <= last_id:
                 raise Violation("loss", f"{where} has no outcome")
             continue
         if seq in book.dead:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox.config import Settings
+from outbox.core import periods
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.retry import RetryPolicy
 from outbox.relay.sequencer import Sequencer
-from tests.sim import moments, rest
+from tests.sim import moments, rest, timetable
 from tests.sim.books import Violation
 from tests.sim.checks import Checker
 from tests.sim.clockwork import Process, World
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 HOUR_S = 3600.0
 STEPS_MAX = 2_000_000
 """An hour takes some fifty thousand; with so many, something goes round in circles."""
+PERIOD_WIDTH = 10_000
+"""More numbers than an hour has; far fewer than in earnest, because the checkers look at
+each of them."""
+KEPT_DAYS = (1e-9, 1e-9, 300 / 86400, 0)
 SETTLE_LEASES = 12
 """In peace, everything has come to its end after so many leases and the retries."""
 
@@ -84,6 +89,10 @@ class Simulation:
         rng = self._rng = random.Random(seed)
         self._on_tell = on_tell
         self.world = World(random.Random(rng.random()))
+        self.occasion = rng.choice((None, *timetable.OCCASIONS))
+        if self.occasion is not None:
+            # It falls into this run, unless somebody sets the clock.
+            self.world.EPOCH_S = self.occasion.at[1] - rng.uniform(60, 1500)
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
         self.database.signals = rng.random() < 0.5
         lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
@@ -97,11 +106,19 @@ class Simulation:
             in_flight_max=rng.choice((2, 20, 256)),
             batch_events_max=rng.choice((2, 7, 2000)),
             batch_deliveries_max=rng.choice((3, 20_000)),
+            retention_events_days=rng.choice(KEPT_DAYS),
+            retention_log_days=rng.choice(KEPT_DAYS),
+            retention_dead_letters_days=rng.choice(KEPT_DAYS),
         )
+        # As much is kept as a month is for others.
+        self.database.maintained = rng.random() < 0.6
+        periods.WIDTH = PERIOD_WIDTH
+        periods.LENGTH_MIN_S = rng.choice((60.0, 300.0))
         latency_s = 1.0 if self.settings.notify else poll_s + 1.0
         # For the whole process: each seed has one of its own.
         Sequencer.thick_events = rng.choice((1, 5, 600, 600))
-        self.checker = Checker(self.world, self.database, latency_s, self.tell)
+        late_s = 2 * poll_s
+        self.checker = Checker(self.world, self.database, latency_s, late_s, self.tell)
         self.people = Process(self.world, "people")
         self._shop = Process(self.world, "shop")
         self._producing: list[asyncio.Task[Any]] = []
@@ -204,6 +221,7 @@ class Simulation:
             producer = Producer(self.database, self._shop, self._load, rng.getrandbits(32))
             self._producing.append(self._shop.run(producer.run(share)))
         operator = Operator(self, random.Random(rng.random()))
+        self.people.run(operator.add_schedules(rng.choice((0, 1, 2))))
         acts = [self._load.events * rng.random() for _ in range(rng.choice((0, 3, 8)))]
         acting = self.people.run(operator.run())
         for act in acts:
@@ -218,11 +236,12 @@ class Simulation:
         self._make_peace()
         if not self._over() and not world.run(self._ends_at, self._over_or_at_rest):
             self.checker.violations.append(Violation("liveness", rest.unrest(self.checker)))
+        last_id = max(self.database.outbox_ids, default=0)
         if not self._over():
             self._stop_all()
         if not self._over():
             try:
-                rest.audit(self.checker)
+                rest.audit(self.checker, last_id)
             except Violation as violation:
                 self.checker.violations.append(violation)
         return self._result()
@@ -246,7 +265,9 @@ class Simulation:
         at = self.checker.moments.at
         for _ in range(rng.choice((0, 5, 20, 40))):
             u = rng.random()
-            if u < 0.4:
+            if u < 0.1:
+                at(moments.TICK, rng.randrange(1, 10), self._strike_at_once)
+            elif u < 0.4:
                 at(moments.REQUEST, rng.randrange(1, requests), self._strike_soon)
             elif u < 0.6:
                 at(moments.GAP, rng.randrange(1, 20), self._strike_soon)
@@ -258,6 +279,11 @@ class Simulation:
     def _strike_soon(self, name: str) -> None:
         """Before the answer or the next batch, while one is written, or a little later."""
         delay_s = self.world.rng.expovariate(self.world.rng.choice((30, 30, 1)))
+        self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
+
+    def _strike_at_once(self, name: str) -> None:
+        """Between any two statements of a transaction."""
+        delay_s = self.world.rng.expovariate(300)
         self.world.after(delay_s, None, self.faults.strike, self.fleet.relays[name])
 
     def _make_peace(self) -> None:

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 
 # Those that a few hours reveal; the others take hundreds: `python3 run.py sim --mutants`.
 QUICK = (
+    "a-helping-on-top-of-the-last",
     "acknowledge-before-the-answer",
     "disabling-an-endpoint-without-the-cursor-row",
     "next-number-sent-while-the-head-waits-to-be-retried",
     "retry-state-only-in-memory",
+    "schedules-that-every-replica-looks-at-without-a-lock",
 )
 QUICK_SEEDS = 40
 

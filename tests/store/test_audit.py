@@ -63,15 +63,35 @@ DAMAGE = {
         {"once"},
     ),
     "a number was taken for a replay and has no delivery": (
-        """INSERT INTO replay (dead_id, next_seq, next_batch, to_seq)
-           SELECT id, 6, 1, 5 FROM dead_letter""",
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'x') RETURNING id)
+           INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
+           SELECT job.id, d.endpoint_id, d.id, 6, 1, 5 FROM job, dead_letter d""",
         {"replayed"},
     ),
     "a replay is of another event": (
-        """WITH asked AS (INSERT INTO replay (dead_id, next_seq, next_batch, to_seq)
-                          SELECT id, 6, 1, 5 FROM dead_letter RETURNING id)
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'x') RETURNING id),
+                asked AS (INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch,
+                                              to_seq)
+                          SELECT job.id, d.endpoint_id, d.id, 6, 1, 5 FROM job, dead_letter d
+                          RETURNING id)
            UPDATE delivery d SET replay_id = asked.id, replay_seq = 5 FROM asked WHERE d.seq = 6""",
         {"replayed", "complete"},
+    ),
+    "a backfill went on behind what it says": (
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('history', 'x')
+                        RETURNING id),
+                part AS (INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id,
+                                                  taken)
+                         SELECT job.id, l.endpoint_id, 1, 6, 6, 1 FROM job, lane l)
+           UPDATE delivery d SET backfill_id = job.id FROM job WHERE d.seq = 6""",
+        {"backfilled", "complete"},
+    ),
+    "a backfill has lost a delivery": (
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('history', 'x')
+                        RETURNING id)
+           INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id, taken)
+           SELECT job.id, l.endpoint_id, 1, 6, 6, 1 FROM job, lane l""",
+        {"backfilled"},
     ),
     "a number was passed without an outcome": (
         "DELETE FROM attempt WHERE seq = 1",
@@ -93,6 +113,10 @@ DAMAGE = {
     "an endpoint changed hands unseen": (
         "UPDATE ownership SET epoch = epoch + 1",
         {"owned"},
+    ),
+    "a lane has no counter": (
+        "DELETE FROM lane_counter",
+        {"whole"},
     ),
     "an endpoint was removed unseen": (
         "UPDATE endpoint SET state = 'removed'",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
 
 from outbox.errors import NotFound, UsageError
-from outbox.store import dead, endpoint_removal, replays
-from outbox.store.replays import Selection
+from outbox.store import dead, discards, endpoint_removal, replays
+from outbox.store.selection import Filter, Selection
+from tests.support import ranges
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -32,6 +34,15 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.one_major
 
 ALL = Selection(everything=True)
+
+# What a plan must not change.
+EVERYTHING = """
+SELECT 'letter' AS what, d::text FROM dead_letter d
+ UNION ALL SELECT 'journal', j::text FROM journal j
+ UNION ALL SELECT 'job', j::text FROM replay_job j
+ UNION ALL SELECT 'cursor', c::text FROM cursor c
+ ORDER BY 1, 2
+"""
 
 
 @pytest.fixture
@@ -99,7 +110,7 @@ async def test_a_refused_delivery_is_shown_and_sent_again(
     assert await ids(db) == []
     assert await ids(db, states=("replaying",)) == []
     assert await ids(db, states=("replayed",)) == [row.id]
-    for refused in (replays.replay, replays.discard):
+    for refused in (replays.replay, discards.discard):
         with pytest.raises(
             UsageError,
             match=f"{row.id} was sent again as number 4; see: outbox dead show {row.id}",
@@ -148,16 +159,21 @@ async def test_what_became_of_a_replay(database: Database, db: Connection[Any], 
         await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
 
 
-async def test_a_selection_is_one_thing() -> None:
-    with pytest.raises(UsageError, match="say which dead letters: ID…, --endpoint NAME, or --all"):
-        Selection()
-    for several in (
+@pytest.mark.parametrize(
+    "several",
+    [
         {"ids": (1,), "everything": True},
-        {"ids": (1,), "endpoint": "a"},
-        {"endpoint": "a", "everything": True},
-    ):
-        with pytest.raises(UsageError, match="not several"):
-            Selection(**several)  # type: ignore[arg-type]
+        {"ids": (1,), "filter": Filter(endpoint="a")},
+        {"filter": Filter(tenant="t"), "everything": True},
+    ],
+)
+async def test_a_selection_is_one_thing(several: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="say which dead letters: ID…, --all, or some by "):
+        Selection()
+    with pytest.raises(UsageError, match="say ID…, --all, or what they have in common, not"):
+        Selection(**several)
+    with pytest.raises(UsageError, match="at most 1000 by number"):
+        Selection(ids=tuple(range(1, 1002)))
 
 
 async def test_pages_and_filters(database: Database, db: Connection[Any]) -> None:
@@ -168,10 +184,10 @@ async def test_pages_and_filters(database: Database, db: Connection[Any]) -> Non
     assert len(everything) == 4
     assert await ids(db, limit=2) == everything[:2]
     assert await ids(db, limit=2, after=everything[1]) == everything[2:]
-    assert await ids(db, endpoint="two") == everything[3:]
+    assert await ids(db, only=Filter(endpoint="two")) == everything[3:]
     with pytest.raises(NotFound, match='there is no endpoint "tow"; did you mean "two"'):
-        await ids(db, endpoint="tow")
-    await replays.discard(db, "relay", Selection(ids=(everything[0],)), actor="test")
+        await ids(db, only=Filter(endpoint="tow"))
+    await discards.discard(db, "relay", Selection(ids=(everything[0],)), actor="test")
     assert await ids(db) == everything[1:]
     assert await ids(db, states=dead.STATES) == everything
 
@@ -188,23 +204,110 @@ async def test_a_sweep_passes_over_what_cannot_be_sent_again(
     await bury(db, off.id, 1, 2)
     await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", off.id)
     await endpoint_removal.remove(db, "relay", name="gone", actor="test")
-    outcome = await replays.replay(db, "relay", ALL, actor="test")
+    before = await db.fetch(EVERYTHING)
+    found, planned = await replays.plan(db, "relay", ALL)
+    assert [(f.endpoint, f.letters, f.numbers, f.skipped) for f in found] == [
+        ("gone", 1, 1, 1),
+        ("off", 2, 2, 2),
+        ("one", 4, 13, 1),
+    ]
+    assert await db.fetch(EVERYTHING) == before
+    outcome = await replays.replay(db, "relay", ALL, actor="ann@desk")
     assert (outcome.done, outcome.skipped) == (3, {"erased": 1, "disabled": 2, "removed": 1})
-    sql = "SELECT array_agg((next_seq, next_batch, to_seq)::text ORDER BY id) FROM replay"
-    assert await db.fetchval(sql) == ["(1,0,1)", "(2,0,2)", "(10,0,19)"]
+    assert (planned.done, planned.skipped) == (outcome.done, outcome.skipped)
+    # To ask is to write down what is wanted; the leader takes it.
+    assert await db.fetchval("SELECT count(*) FROM replay") == 0
+    parts = "SELECT (endpoint_id, next_id <= last_id)::text FROM replay_part"
+    assert await db.fetchval(parts) == f"({one.id},t)"
+    await ranges.sequence_all(database)
+    sql = """SELECT array_agg((d.seq, d.to_seq)::text ORDER BY r.id)
+               FROM replay r JOIN dead_letter d ON d.id = r.dead_id"""
+    assert await db.fetchval(sql) == ["(1,1)", "(2,2)", "(10,19)"]
     # What is replaying already is not looked at again.
     assert (await replays.replay(db, "relay", ALL, actor="test")).done == 0
-    data = await db.fetchval("SELECT data FROM journal WHERE kind = 'dead_replayed'")
-    assert len(orjson.loads(data)["dead"]) == 3
+    data = await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'")
+    assert orjson.loads(data) == {"job": outcome.job, "selection": {}, "letters": 3}
 
 
-async def test_an_endpoint_is_a_selection(database: Database, db: Connection[Any]) -> None:
+async def test_a_selection_by_what_they_have_in_common(
+    database: Database, db: Connection[Any]
+) -> None:
     one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
-    await bury(db, one.id, 1, 2)
+    await bury(db, one.id, 1, 2, 3, 4)
     await bury(db, two.id, 1)
-    outcome = await replays.replay(db, "relay", Selection(endpoint="one"), actor="test")
+    await bury(db, two.id, 5, to=9)
+    await db.execute(
+        """
+        UPDATE dead_letter SET type = 'a.c' WHERE seq = 2;
+        UPDATE dead_letter SET tenant = 't', type = 'outbox.x' WHERE seq = 3;
+        UPDATE dead_letter SET reason = 'expired' WHERE seq = 4;
+        UPDATE dead_letter SET at = '2026-01-01Z' WHERE seq = 1
+        """
+    )
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    for only, expected in (
+        (Filter(endpoint="one"), [1, 2, 3, 4]),
+        (Filter(types=("a.*",)), [1, 2, 4, 5]),
+        (Filter(types=("**",)), [1, 2, 4, 5]),
+        (Filter(types=("a.c", "outbox.*")), [2, 3]),
+        (Filter(tenant="t"), [3]),
+        (Filter(reason="expired"), [4]),
+        (Filter(since=at, until=at + timedelta(seconds=1)), [1, 5]),
+        (Filter(until=at), []),
+        (Filter(since=at + timedelta(seconds=1)), [2, 3, 4, 6]),
+        (Filter(endpoint="two", types=("a.b",)), [5]),
+    ):
+        assert await ids(db, only=only) == expected, only
+        found, _ = await replays.plan(db, "relay", Selection(filter=only))
+        assert sum(f.letters for f in found) == len(expected)
+        assert await discards.count(db, "relay", Selection(filter=only)) == len(expected)
+    only = Filter(types=("a.c", "outbox.*"), reason="refused")
+    outcome = await replays.replay(db, "relay", Selection(filter=only), actor="ann@desk")
+    await ranges.sequence_all(database)
     assert outcome.done == 2
-    assert len(await ids(db)) == 1
+    assert await ids(db) == [1, 4, 5, 6]
+    told = orjson.loads(await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'"))
+    assert told["selection"] == {"types": ["a.c", "outbox.*"], "reason": "refused"}
+    with pytest.raises(UsageError, match='"tired" is not a reason; there are: refused, '):
+        Filter(reason="tired")
+    with pytest.raises(UsageError, match="--until must be later than --since"):
+        Filter(since=at, until=at)
+
+
+async def test_what_there_is_by_state(database: Database, db: Connection[Any]) -> None:
+    one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
+    await bury(db, one.id, 1, 2, 3, 4)
+    await bury(db, two.id, 1)
+    await bury(db, two.id, 5, to=9)
+    await db.execute("UPDATE dead_letter SET reason = 'expired' WHERE id = 1")
+    await discards.discard(db, "relay", Selection(ids=(1,)), actor="test")
+    await replays.replay(db, "relay", Selection(ids=(2, 3, 4)), actor="test")
+
+    async def counted(**only: Any) -> list[tuple[Any, ...]]:
+        found = await dead.counts(db, "relay", only=Filter(**only))
+        return [(c.endpoint, c.reason, c.state, c.letters, c.numbers) for c in found]
+
+    other = [("two", "refused", "dead", 2, 6)]
+    first = [("one", "expired", "discarded", 1, 1)]
+    assert await counted() == [*first, ("one", "refused", "replaying", 3, 3), *other]
+    # The first was sent and given up again, the second delivered, the third is owed.
+    await db.execute("UPDATE lane_counter SET last_seq = 10")
+    await ranges.sequence_all(database)
+    await db.execute("UPDATE lane_progress SET acked_seq = 11 WHERE endpoint_id = $1", one.id)
+    await db.execute(
+        "INSERT INTO attempt SELECT lane_id, batch, seq, 1, 1, 'delivered', 204, NULL, now(), 1 "
+        "FROM delivery WHERE seq = 12"
+    )
+    await bury(db, one.id, 11)
+    assert await counted() == [
+        *first,
+        ("one", "refused", "dead", 1, 1),
+        ("one", "refused", "dead_again", 1, 1),
+        ("one", "refused", "replayed", 1, 1),
+        ("one", "refused", "replaying", 1, 1),
+        *other,
+    ]
+    assert await counted(endpoint="two") == other
 
 
 async def test_what_is_named_must_be_possible(database: Database, db: Connection[Any]) -> None:
@@ -216,7 +319,7 @@ async def test_what_is_named_must_be_possible(database: Database, db: Connection
     await endpoint_removal.remove(db, "relay", name="gone", actor="test")
     first, second, third, disabled, removed = await ids(db)
     await db.execute("UPDATE dead_letter SET payload = NULL WHERE id = $1", third)
-    await replays.discard(db, "relay", Selection(ids=(second,)), actor="test")
+    await discards.discard(db, "relay", Selection(ids=(second,)), actor="test")
     for dead_id, says in (
         (second, "was discarded"),
         (third, "has no event any more"),
@@ -237,7 +340,7 @@ async def test_what_is_named_must_be_possible(database: Database, db: Connection
     with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
         await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
     with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
-        await replays.discard(db, "relay", Selection(ids=(first,)), actor="test")
+        await discards.discard(db, "relay", Selection(ids=(first,)), actor="test")
 
 
 async def test_discarding_is_journalled(database: Database, db: Connection[Any]) -> None:
@@ -245,14 +348,37 @@ async def test_discarding_is_journalled(database: Database, db: Connection[Any])
     await bury(db, one.id, 1)
     await bury(db, one.id, 10, to=19)
     both = await ids(db)
-    outcome = await replays.discard(db, "relay", ALL, actor="ann@desk", reason="the customer left")
+    outcome = await discards.discard(db, "relay", ALL, actor="ann@desk", reason="the customer left")
     assert (outcome.done, outcome.skipped) == (2, {})
     row = await db.fetchrow("SELECT actor, endpoint_id, data FROM journal ORDER BY id DESC LIMIT 1")
-    assert (row["actor"], row["endpoint_id"]) == ("ann@desk", one.id)
-    assert orjson.loads(row["data"]) == {"reason": "the customer left", "dead": both}
+    assert row["actor"] == "ann@desk"
+    assert orjson.loads(row["data"]) == {
+        "reason": "the customer left",
+        "selection": {},
+        "letters": 2,
+        "from": both[0],
+        "to": both[1],
+    }
+    assert await ids(db) == []
 
 
-@pytest.mark.parametrize("decide", [replays.replay, replays.discard])
+async def test_a_great_many_are_discarded_step_by_step(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discards, "STEP", 2)
+    one = await add_endpoint(database, "one", lanes=2)
+    await bury(db, one.id, 1, 2, 3, 4, 5)
+    await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT min(id), 3 FROM lane")
+    version = await db.fetchval("SELECT version FROM cursor")
+    assert (await discards.discard(db, "relay", ALL, actor="ann@desk")).done == 5
+    told = await db.fetch("SELECT data FROM journal WHERE actor = 'ann@desk' ORDER BY id")
+    assert [orjson.loads(r["data"])["letters"] for r in told] == [2, 2, 1]
+    # Only where a lane waits for it has anybody to be told.
+    assert await db.fetchval("SELECT version FROM cursor") == version + 1
+    assert await db.fetchval("SELECT count(*) FROM lane_block") == 0
+
+
+@pytest.mark.parametrize("decide", [replays.replay, discards.discard])
 async def test_a_decision_frees_the_lane_that_waits_for_it(
     database: Database, db: Connection[Any], decide: Any
 ) -> None:

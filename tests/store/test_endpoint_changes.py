@@ -456,8 +456,9 @@ async def test_a_replay_that_is_asked_for_is_owed(database: Database, db: Connec
         """
         INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts, state)
         SELECT endpoint_id, id, 0, 1, 1, 'refused', 1, 'replaying' FROM lane;
-        INSERT INTO replay (dead_id, next_seq, next_batch, to_seq)
-        SELECT id, seq, batch, to_seq FROM dead_letter
+        WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'test') RETURNING id)
+        INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
+        SELECT job.id, d.endpoint_id, d.id, d.seq, d.batch, d.to_seq FROM job, dead_letter d
         """
     )
     assert (await endpoint_removal.waiting(db, "relay", made.id)).owed == 1

@@ -55,6 +55,9 @@ SELECT 'trigger', t.tgname, concat_ws('|', pg_get_triggerdef(t.oid), t.tgenabled
 ORDER BY 1, 2, 3
 """
 
+LAST = migrations()[-1].version
+"""What this program knows."""
+
 
 async def opened(database: Database, schema: str = "relay", **changes: Any) -> asyncpg.Connection:
     where = replace(parse(database.dsn, source="--dsn", env={}), **changes)
@@ -171,7 +174,7 @@ async def test_the_printed_sql_goes_on_from_a_version(empty_database: Database) 
     first = sql("relay").partition("\n-- 0002_relay.sql")[0]
     await connection.execute(first + "\nCOMMIT;")
     assert (await status(connection, "relay")).version == 1
-    with pytest.raises(SchemaMissing, match="is at version 1, this program needs 2"):
+    with pytest.raises(SchemaMissing, match=f"is at version 1, this program needs {LAST}"):
         await require_current(connection, "relay")
     await connection.execute(sql("relay", after=1))
     await require_current(connection, "relay")
@@ -196,13 +199,14 @@ async def test_a_newer_database_is_refused(database: Database) -> None:
         require_current(connection, "relay"),
         migrate(connection, "relay"),
     ):
-        with pytest.raises(SchemaTooNew, match="is at version 99, this program knows 2; upgrade"):
+        with pytest.raises(SchemaTooNew, match=f"is at version 99, this program knows {LAST}; upg"):
             await refused
 
 
-def _with_third(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def _with_another(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A later program, with one file more."""
-    known = (*migrations(), Migration(3, "later", text, "x", module._works_from(text, 3)))
+    works_from = module._works_from(text, LAST + 1)
+    known = (*migrations(), Migration(LAST + 1, "later", text, "x", works_from))
     monkeypatch.setattr(module, "migrations", lambda: known)
 
 
@@ -212,37 +216,40 @@ async def test_a_newer_database_that_older_programs_work_with_is_taken(
     database: Database, by_hand: bool
 ) -> None:
     connection = await opened(database)
-    text = "-- Programs of version 2 go on working.\nCREATE TABLE later (id int);"
+    text = f"-- Programs of version {LAST} go on working.\nCREATE TABLE later (id int);"
     with pytest.MonkeyPatch.context() as later:
-        _with_third(later, text)
+        _with_another(later, text)
         if by_hand:
-            await connection.execute(sql("relay", after=2))
+            await connection.execute(sql("relay", after=LAST))
         else:
-            assert [m.version for m in await migrate(connection, "relay")] == [3]
+            assert [m.version for m in await migrate(connection, "relay")] == [LAST + 1]
     await require_current(connection, "relay")
-    assert (await status(connection, "relay")).version == 3
+    assert (await status(connection, "relay")).version == LAST + 1
     assert await migrate(connection, "relay") == []
 
 
 @pytest.mark.one_major
 async def test_one_file_that_older_programs_do_not_work_with_is_enough(database: Database) -> None:
     connection = await opened(database)
-    await connection.execute("INSERT INTO migration VALUES (3, 'a', 'x', 2), (4, 'b', 'x', 3)")
-    with pytest.raises(SchemaTooNew, match="is at version 4, this program knows 2"):
+    for version, works_from in ((LAST + 1, LAST), (LAST + 2, LAST + 1)):
+        row = (version, f"v{version}", "x", works_from)
+        await connection.execute("INSERT INTO migration VALUES ($1, $2, $3, $4)", *row)
+    too_new = f"is at version {LAST + 2}, this program knows {LAST}"
+    with pytest.raises(SchemaTooNew, match=too_new):
         await require_current(connection, "relay")
-    await connection.execute("UPDATE migration SET works_from = 2 WHERE version = 4")
+    await connection.execute("UPDATE migration SET works_from = $1", LAST)
     await require_current(connection, "relay")
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("line", ["", "-- Programs of version 2 go on working.\n"])
+@pytest.mark.parametrize("line", ["", f"-- Programs of version {LAST} go on working.\n"])
 async def test_a_file_that_older_programs_do_not_work_with_ends_their_leases(
     database: Database, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     connection = await opened(database)
     replicas = ReplicaStore(connection)
     me = await register(replicas)
-    _with_third(monkeypatch, line + "SELECT 1;")
+    _with_another(monkeypatch, line + "SELECT 1;")
     await migrate(connection, "relay")
     assert bool(await replicas.renew(me)) == bool(line)
 
@@ -250,7 +257,7 @@ async def test_a_file_that_older_programs_do_not_work_with_ends_their_leases(
 @pytest.mark.one_major
 async def test_a_hole_in_the_history_is_refused(database: Database) -> None:
     connection = await opened(database)
-    await connection.execute("INSERT INTO migration VALUES (3, 'future', 'x', 1)")
+    await connection.execute("INSERT INTO migration VALUES ($1, 'future', 'x', 1)", LAST + 1)
     await connection.execute("DELETE FROM migration WHERE version = 2")
     with pytest.raises(CannotRun, match="has no 0002_relay, but later ones"):
         await require_current(connection, "relay")
@@ -289,7 +296,7 @@ async def test_a_failing_file_leaves_nothing(
     empty_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = await opened(empty_database)
-    first, second = migrations()
+    first, second, *_ = migrations()
     broken = replace(second, sql=second.sql + "\nSELECT 1/0;")
     monkeypatch.setattr(module, "migrations", lambda: (first, broken))
     with pytest.raises(asyncpg.DivisionByZeroError):

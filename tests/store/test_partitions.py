@@ -1,110 +1,104 @@
-"""Partitions: enough ahead, made without disturbing a producer, mended after a crash."""
+"""Partitions of periods: there before they are needed, and made without disturbing anybody."""
 
 from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import pytest
-
-from outbox.store.partitions import AHEAD, PARENTS, PartitionStore
+from outbox.core.periods import AHEAD, WIDTH, Keep
+from outbox.store.partitions import PARENTS, PartitionStore
+from outbox.store.retention import RetentionStore
+from tests.support.relay import publish
 
 if TYPE_CHECKING:
+    from asyncpg import Connection
+
     from tests.support.postgres import Database
 
-WIDTH = 1_000_000
 SESSION = {"server_settings": {"search_path": "relay"}}
+INSERT = "INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')"
+TABLES = [table for tables in PARENTS.values() for table in tables]
 
 
-async def _store(database: Database) -> tuple[PartitionStore, object]:
+async def _store(database: Database) -> tuple[PartitionStore, Connection[Any]]:
     connection = await database.connect(**SESSION)
-    return PartitionStore(connection, WIDTH), connection
+    return PartitionStore(connection), connection
 
 
-async def _is_whole(store: PartitionStore, parent: str) -> bool:
-    """Every number has exactly one partition."""
+async def _begin_period(database: Database) -> None:
+    """A new period of events, whatever is known of its partition."""
+    connection = await database.connect(**SESSION)
+    store = RetentionStore(connection, Keep(None, None, None), period_s=0)
+    await publish(database, 1)
+    await store.tend()
+
+
+async def _is_whole(store: PartitionStore, parent: str, last: int) -> bool:
+    """Every number up to the end of a period has one partition."""
     parts = await store.partitions(parent)
     joined = all(a.hi == b.lo for a, b in pairwise(parts))
-    return joined and parts[0].lo == 0 and parts[-1].hi is None
+    return joined and parts[0].lo == 0 and parts[-1].hi == (last + 1) * WIDTH
 
 
 async def test_a_new_schema_needs_nothing(database: Database) -> None:
     store, _ = await _store(database)
     assert await store.extend() == 0
-    for parent in PARENTS:
-        assert await _is_whole(store, parent)
+    for parent in TABLES:
+        assert await _is_whole(store, parent, AHEAD)
 
 
-async def test_partitions_stay_ahead_of_the_ids(database: Database) -> None:
-    store, connection = await _store(database)
-    await connection.execute(f"SELECT setval('outbox_id_seq', {WIDTH + 5})")
-    assert await store.extend() > 0
-    parts = await store.partitions("outbox")
-    assert await _is_whole(store, "outbox")
-    assert parts[-1].lo >= WIDTH + 5 + AHEAD * WIDTH
-    assert await store.extend() == 0
+async def test_partitions_stay_ahead_of_the_period_that_is_written(database: Database) -> None:
+    store, _ = await _store(database)
+    for number in (1, 2):
+        await _begin_period(database)
+        assert await store.extend() == 1
+        assert await _is_whole(store, "outbox", number + AHEAD)
+        assert await store.extend() == 0
 
 
 async def test_a_producer_in_a_long_transaction_is_not_disturbed(database: Database) -> None:
-    store, connection = await _store(database)
+    store, _ = await _store(database)
+    await _begin_period(database)
     producer = await database.connect(**SESSION)
     other = await database.connect(**SESSION)
-    await connection.execute(f"SELECT setval('outbox_id_seq', {WIDTH + 5})")
-    insert = "INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')"
-    await producer.execute(f"BEGIN; {insert}")
-    extending = asyncio.create_task(store.extend())
-    # It waits for the transaction, and neither that one nor others wait for it.
-    await producer.execute(f"SET lock_timeout = '2s'; {insert}")
-    await other.execute(f"SET lock_timeout = '2s'; {insert}")
+    await producer.execute(f"SET lock_timeout = '2s'; BEGIN; {INSERT}")
+    assert await store.extend() == 1
+    await producer.execute(INSERT)
+    await other.execute(f"SET lock_timeout = '2s'; {INSERT}")
     await producer.execute("COMMIT")
-    assert await extending > 0
-    assert await _is_whole(store, "outbox")
-
-
-async def test_an_interrupted_cut_is_mended(database: Database) -> None:
-    store, connection = await _store(database)
-    await connection.execute(f"SELECT setval('outbox_id_seq', {WIDTH + 5})")
-    last = (await store.partitions("outbox"))[-1]
-    await connection.execute(f"ALTER TABLE outbox DETACH PARTITION {last.name} CONCURRENTLY")
-    assert not await _is_whole(store, "outbox")
-    await store.extend()
-    assert await _is_whole(store, "outbox")
-
-
-@pytest.mark.one_major
-async def test_a_cut_that_was_given_up_while_waiting_is_mended(database: Database) -> None:
-    store, connection = await _store(database)
-    producer = await database.connect(**SESSION)
-    await connection.execute(f"SELECT setval('outbox_id_seq', {WIDTH + 5})")
-    await producer.execute("BEGIN; INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')")
-    await connection.execute("SET statement_timeout = '200ms'")
-    with pytest.raises(Exception, match="statement timeout"):
-        await store.extend()
-    await connection.execute("RESET statement_timeout")
-    assert [p.detaching for p in await store.partitions("outbox")][-1]
-    await producer.execute("COMMIT")
-    await store.extend()
-    assert await _is_whole(store, "outbox")
-
-
-async def test_an_open_ended_partition_in_use_stays(database: Database) -> None:
-    store, connection = await _store(database)
-    last = (await store.partitions("outbox"))[-1]
-    await connection.execute(f"SELECT setval('outbox_id_seq', {last.lo + 5})")
-    await connection.execute("INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')")
-    assert await store.extend() == 0
-    assert (await store.partitions("outbox"))[-1] == last
 
 
 async def test_one_maintainer_at_a_time(database: Database) -> None:
+    store, _ = await _store(database)
+    other, _ = await _store(database)
+    async with store.alone() as alone, other.alone() as second:
+        assert (alone, second) == (True, False)
+    async with other.alone() as alone:
+        assert alone
+
+
+async def test_two_maintainers_without_a_lock_make_what_one_would(database: Database) -> None:
+    stores = [PartitionStore(await database.connect(**SESSION), pooled=True) for _ in range(3)]
+    for number in (1, 2, 3):
+        await _begin_period(database)
+        for _ in range(3):
+            await asyncio.gather(*(each.extend() for each in stores), return_exceptions=True)
+        assert await stores[0].extend() == 0
+        assert await _is_whole(stores[0], "outbox", number + AHEAD)
+
+
+async def test_events_are_found_by_index_once_the_maintainer_was_there(database: Database) -> None:
     store, connection = await _store(database)
-    other, blocker = await _store(database)
-    await blocker.execute(
-        "SELECT pg_advisory_lock(hashtextextended('outbox-relay maintains relay', 0))"
-    )
-    await connection.execute(f"SELECT setval('outbox_id_seq', {WIDTH + 5})")
-    assert await store.extend() == 0
-    await blocker.execute("SELECT pg_advisory_unlock_all()")
-    assert await store.extend() > 0
-    assert await other.extend() == 0
+    await connection.execute("""
+        INSERT INTO outbox (type, key, payload)
+        SELECT 'a.b', 'k', to_jsonb(repeat('x', 500)) FROM generate_series(1, 2000) i
+    """)
+    new = "SELECT brin_summarize_new_values('outbox_0_event_id_key_idx')"
+    # Nobody waits for who vacuums, and the next time is soon.
+    other = await database.connect(**SESSION)
+    async with other.transaction():
+        await other.execute("LOCK outbox_0 IN SHARE UPDATE EXCLUSIVE MODE")
+        await store.summarize()
+    await store.summarize()
+    assert await connection.fetchval(new) == 0

@@ -28,9 +28,11 @@ from outbox.store import (
     lanes,
     reading,
     records,
+    replaying,
     replicas,
     routing,
     status,
+    ticking,
 )
 from outbox.store.timeline import READ_TIMELINE
 from tests.support.long_log import (
@@ -53,17 +55,21 @@ from tests.support.long_log import (
     WIDTHS,
     LongLog,
     batch_of,
+    outbox_id,
 )
 from tests.support.plans import explain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from uuid import UUID
 
     from tests.support.postgres import Database
 
-NEWEST = range(USED - 1, USED + EMPTY + 1)
+ANY = (None,) * 5
+"""A filter that everything passes."""
+NEWEST = range(USED - 1, USED + EMPTY)
 """The partition that is being written, and the empty ones behind it."""
-ALL = range(USED + EMPTY + 1)
+ALL = range(USED + EMPTY)
 FOUR = 4.5
 """Pages for one look into an index of this size and at its row, and a bit."""
 
@@ -131,16 +137,50 @@ async def _events_and_a_gap_as_wide_as_a_setval(log: LongLog) -> Case:
     )
 
 
+def _parts(log: LongLog) -> tuple[list[int], list[UUID], list[int]]:
+    """The one job at all endpoints, which may take ten numbers of each."""
+    return [1] * ENDPOINTS, log.endpoints, [10] * ENDPOINTS
+
+
 async def _replays(log: LongLog) -> Case:
     # A lane is looked for among those of its endpoint.
-    rows = REPLAYS_PENDING * (SLOTS + 3)
-    return Case(routing.READ_REPLAYS, (2000,), rows, REPLAYS_PENDING * (SLOTS + 20))
+    rows = REPLAYS_PENDING * (SLOTS + 4) + ENDPOINTS
+    pages = REPLAYS_PENDING * (SLOTS + 20) + FOUR * ENDPOINTS
+    return Case(routing.READ_REPLAYS, _parts(log), rows, pages)
+
+
+NO_REPLAYS = "UPDATE replay SET next_seq = to_seq + 1 WHERE next_seq <= to_seq"
 
 
 async def _no_replays(log: LongLog) -> Case:
-    """With none pending, which a batch finds nearly always, nothing else is read."""
-    consumed = "UPDATE replay SET next_seq = to_seq + 1 WHERE next_seq <= to_seq"
-    return Case(routing.READ_REPLAYS, (2000,), 0, 2 * REPLAYS_PENDING, before=(consumed,))
+    """With none pending nothing else is read."""
+    rows, pages = ENDPOINTS, 2 * REPLAYS_PENDING + FOUR * ENDPOINTS
+    return Case(routing.READ_REPLAYS, _parts(log), rows, pages, before=(NO_REPLAYS,))
+
+
+async def _letters(log: LongLog) -> Case:
+    """Those that are dead are found among the many that are not any more."""
+    of_each = 10 + replaying.SPARE
+    rows, pages = ENDPOINTS * (of_each + 5), ENDPOINTS * (of_each + 5 * FOUR)
+    return Case(replaying.READ_LETTERS, _parts(log), rows, pages + 200, before=(NO_REPLAYS,))
+
+
+async def _looks(log: LongLog) -> Case:
+    """At the last helping of each endpoint, which is one of the newest batches."""
+    given = f"UPDATE replay_part SET batch = {BATCHES - 10}"
+    rows, pages = ENDPOINTS * (8 * SLOTS + 4), ENDPOINTS * FOUR * (8 * SLOTS + 4)
+    return Case(replaying.LOOK, (log.endpoints,), rows, pages, before=(given,))
+
+
+async def _history(log: LongLog) -> Case:
+    """From the middle of the log, whatever the partitions' number."""
+    middle = 3 * WIDTHS["outbox"]
+    begun = f"""
+        UPDATE replay_job SET kind = 'history', since = '2000-01-01';
+        UPDATE replay_part SET next_id = {middle}, last_id = {HIGH}"""
+    arguments = (1, log.endpoints[0], replaying.SEEN_MAX)
+    rows, pages = replaying.SEEN_MAX + 2, replaying.SEEN_MAX + 200
+    return Case(replaying.READ_HISTORY, arguments, rows, pages, before=(begun,))
 
 
 async def _routes(log: LongLog) -> Case:
@@ -148,7 +188,7 @@ async def _routes(log: LongLog) -> Case:
 
 
 async def _counters_of_some(log: LongLog) -> Case:
-    return Case(cursor.READ_COUNTERS, (log.lanes[:100],), 100, 3.5 * 100)
+    return Case(lanes.READ_COUNTERS, (log.lanes[:100],), 100, 3.5 * 100)
 
 
 async def _batch(log: LongLog) -> Case:
@@ -159,6 +199,8 @@ async def _batch(log: LongLog) -> Case:
         deliveries.outbox_ids.append(HIGH + 3)
         deliveries.replay_ids.append(None)
         deliveries.replay_seqs.append(None)
+        deliveries.backfill_ids.append(None)
+        deliveries.copy_ids.append(None)
         deliveries.counters[lane] = NUMBERS + 1
     step = Step(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
     heard = Heard()
@@ -168,11 +210,18 @@ async def _batch(log: LongLog) -> Case:
     )
     ((sql, arguments),) = heard.asked
     leads = "UPDATE cursor SET writer = 1, version = 1"
-    return Case(sql, arguments, LANES + len(wanted) + 3, 1000, before=(leads,))
+    return Case(sql, arguments, LANES + len(wanted) + 4, 2000, before=(leads,))
 
 
 async def _standing(log: LongLog) -> Case:
     return Case(cursor.READ_STANDING, (2,), 5, 40, {"batch": NEWEST, "outbox": NEWEST})
+
+
+async def _runs_that_have_ended(log: LongLog) -> Case:
+    """A new one, and one of long ago: by their batches, in each lane of these."""
+    ids = [outbox_id(i) for i in (100, ACKED - 1)]
+    rows, pages = len(ids) * (4 * LANES + 10), len(ids) * 5 * FOUR * LANES
+    return Case(ticking.READ_ENDED, (ids,), rows, pages)
 
 
 # -------------------------------------------------------------------- the owner
@@ -183,7 +232,7 @@ async def _lanes_of_one(log: LongLog) -> Case:
 
 
 async def _lanes_of_all(log: LongLog) -> Case:
-    return Case(lanes.READ_LANES, (log.endpoints,), 50_000, 50_000)
+    return Case(lanes.READ_LANES, (log.endpoints,), 50_000, 56_000)
 
 
 def _columns(lane_ids: Sequence[int], floor_batch: int, seq: int) -> tuple[Any, ...]:
@@ -342,10 +391,14 @@ RELAY = {
         _events_and_a_gap_as_wide_as_a_setval,
         _replays,
         _no_replays,
+        _letters,
+        _looks,
+        _history,
         _routes,
         _counters_of_some,
         _batch,
         _standing,
+        _runs_that_have_ended,
         _lanes_of_one,
         _lanes_of_all,
         _tail,
@@ -398,17 +451,17 @@ async def _endpoint_lanes(log: LongLog) -> Case:
 
 
 async def _dead_list(log: LongLog) -> Case:
-    return Case(dead.LIST_DEAD, (0, ["dead"], None, 100, ["dead"]), 60_000, 2000)
+    return Case(dead.LIST_DEAD, (0, ["dead"], None, 100, ["dead"], *ANY), 60_000, 2000)
 
 
 async def _dead_list_of_one(log: LongLog) -> Case:
-    arguments = (0, ["dead"], [log.endpoints[1]], 100, ["dead"])
+    arguments = (0, ["dead"], [log.endpoints[1]], 100, ["dead"], *ANY)
     return Case(dead.LIST_DEAD, arguments, 60_000, 2000)
 
 
 async def _dead_list_of_what_is_sent_again(log: LongLog) -> Case:
     states = ["replaying", "replayed", "dead_again"]
-    return Case(dead.LIST_DEAD, (0, ["replaying"], None, 100, states), 40_000, 30_000)
+    return Case(dead.LIST_DEAD, (0, ["replaying"], None, 100, states, *ANY), 40_000, 30_000)
 
 
 async def _dead_show(log: LongLog) -> Case:
@@ -474,7 +527,7 @@ async def _check(log: LongLog, case: Case, settings: Mapping[str, str], *, gener
     }
     assert not through, str(plan)
     for parent, allowed in case.partitions.items():
-        touched = {lo // WIDTHS[parent] for lo in plan.partitions(parent)}
+        touched = plan.partitions(parent)
         assert touched <= set(allowed), f"{parent}: {touched}\n{plan}"
     assert plan.rows <= case.rows_max, f"at most {case.rows_max}\n{plan}"
     assert plan.pages <= case.pages_max, f"at most {case.pages_max}\n{plan}"

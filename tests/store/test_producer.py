@@ -266,6 +266,11 @@ async def test_isolation_levels(database: Database, app: Connection[Any], isolat
         ({"expires_in": float("nan")}, "expires_in", "not between"),
         ({"expires_in": dt.timedelta(days=-1)}, "expires_in", "not between"),
         ({"expires_in": "5m"}, "expires_in", "str is neither timedelta nor seconds"),
+        ({"once": "k", "once_for": 0}, "once_for", "0 s is not between 0 and a century"),
+        ({"once": "k", "once_for": 4e9}, "once_for", "not between 0 and a century"),
+        ({"once": "k", "once_for": "1d"}, "once_for", "str is neither timedelta nor seconds"),
+        ({"once_for": 5}, "once_for", "goes with once"),
+        ({"once_for": 5, "payload": lambda: 1}, "once_for", "goes with once"),
         ({"headers": {"X-Lane": "a"}}, "headers", "'X-Lane' is set by the relay"),
         ({"headers": {"webhook-signature": "a"}}, "headers", "is set by the relay"),
         ({"headers": {"Host": "a"}}, "headers", "is set by the relay, or says how"),
@@ -449,6 +454,75 @@ async def test_an_expired_once_is_free(database: Database, app: Connection[Any])
         await admin.execute("UPDATE relay.once SET expires_at = clock_timestamp()")
     assert await outbox.publish(app, "a", 2, once="k") is not None
     assert await outbox.publish(app, "a", 3, once="k") is None
+
+
+@pytest.mark.one_major
+async def test_how_long_a_once_key_is_kept_is_for_the_producer_to_say(
+    database: Database, app: Connection[Any]
+) -> None:
+    await outbox.publish(app, "a", 1, once="a", once_for=5)
+    await outbox.publish(app, "a", lambda: 1, once="b", once_for=dt.timedelta(days=400))
+    await outbox.publish_many(
+        app, [Event("a", 1, once="c", once_for=7200), Event("a", 1, once="d"), Event("a", 1)]
+    )
+    await app.execute("SELECT relay.publish('a', '1', once => 'e', once_for => '1 hour')")
+    await app.execute("SELECT relay.publish_many('{a}', '{1}', onces => '{f}')")
+    await outbox.publish(app, "a", 1, once="g", once_for=100 * 365.25 * 86400)
+    async with database.connection() as admin:
+        kept = await admin.fetch(
+            "SELECT key, round(extract(epoch FROM expires_at - claimed_at))::bigint AS s "
+            "FROM relay.once ORDER BY key"
+        )
+    month = 30 * 86400
+    assert {row["key"]: row["s"] for row in kept} == {
+        "a": 5,
+        "b": 400 * 86400,
+        "c": 7200,
+        "d": month,
+        "e": 3600,
+        "f": month,
+        "g": 3155760000,
+    }
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("publish('a', '1', once => 'k', once_for => '-1 s')", "kept for more than 0"),
+        ("publish('a', '1', once => 'k', once_for => '102 years')", "at most a century"),
+        ("publish('a', '1', once_for => '1 s')", "goes with a once key"),
+        ("publish('a', '1', once => 'k', claimed => true, once_for => '1 s')", "not claimed yet"),
+        ("claim_once('k', keep => '0')", "kept for more than 0"),
+    ],
+)
+async def test_a_time_to_keep_a_once_key_that_cannot_be(
+    app: Connection[Any], call: str, says: str
+) -> None:
+    with pytest.raises(asyncpg.CheckViolationError, match=says):
+        await app.execute(f"SELECT relay.{call}")
+
+
+async def test_of_many_at_once_one_works_the_payload_out(
+    database: Database, app: Connection[Any]
+) -> None:
+    calls = []
+
+    async def work() -> Any:
+        calls.append(1)
+        # Everybody else has asked by now, and waits for this one's transaction.
+        async with database.connection() as admin:
+            waiting = "SELECT count(*) >= 7 FROM pg_locks WHERE NOT granted"
+            await until(lambda: admin.fetchval(waiting), what="the others")
+        return {"n": len(calls)}
+
+    async def one() -> UUID | None:
+        async with database.connection(user="app") as connection, connection.transaction():
+            return await outbox.publish(connection, "a", work, once="k")
+
+    ids = await asyncio.gather(*(one() for _ in range(8)))
+    assert (len(calls), [e["payload"] for e in await events(database)]) == (1, [{"n": 1}])
+    assert sorted(id_ is None for id_ in ids) == [False] + [True] * 7
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -42,6 +42,14 @@ class Pair(Database):
             f"&host={self._primary.socket_dir},{self._standby.socket_dir}"
         )
 
+    async def reader(self) -> asyncpg.Connection:
+        """A connection to the standby, which tells the primary what its queries see."""
+        reader = await asyncpg.connect(self._standby.dsn(self.name))
+        for setting in ("hot_standby_feedback = on", "wal_receiver_status_interval = 1"):
+            await reader.execute(f"ALTER SYSTEM SET {setting}")
+        await reader.execute("SELECT pg_reload_conf()")
+        return reader
+
     async def cut(self) -> None:
         """The standby has what was committed until now, and gets nothing more."""
         async with self.connection() as primary:

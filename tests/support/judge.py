@@ -59,7 +59,7 @@ SELECT id FROM (
 
 _MISNUMBERED = """
 SELECT c.lane_id FROM relay.lane_counter c LEFT JOIN relay.delivery d ON d.lane_id = c.lane_id
- GROUP BY c.lane_id
+ GROUP BY c.lane_id, c.last_seq
 HAVING count(d.seq) <> c.last_seq OR count(DISTINCT d.seq) <> c.last_seq
     OR coalesce(min(d.seq), 1) <> 1 OR coalesce(max(d.seq), 0) <> c.last_seq
  ORDER BY 1

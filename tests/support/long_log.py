@@ -34,10 +34,10 @@ UNSEQUENCED = 50
 DEAD, DEAD_OPEN = 10_000, 200
 REPLAYS, REPLAYS_PENDING = 1_000, 100
 
-# Eight partitions of each are full and the ninth is being written; then come two
-# empty ones and the open end.
+# Eight partitions of each are full and the ninth is being written; then come the
+# empty ones.
 WIDTHS = {"outbox": 120_000, "batch": 1_200, "delivery": 1_200, "attempt": 1_200}
-USED, EMPTY = 9, 2
+USED, EMPTY = 9, 3
 
 HOLE_EVERY = 1_000
 """Behind so many events two ids are missing."""
@@ -136,8 +136,7 @@ async def _make_partitions(db: Connection[Any]) -> None:
         ):
             await db.execute(f"ALTER TABLE {parent} DROP CONSTRAINT {name[0]}")
         for n in range(USED + EMPTY):
-            await db.execute(f"SELECT add_partition('{parent}', {n * width}, {(n + 1) * width})")
-        await db.execute(f"SELECT add_partition('{parent}', {(USED + EMPTY) * width}, NULL)")
+            await db.execute(f"SELECT add_partition('{parent}', {n}, {width})")
     await db.execute("INSERT INTO batch (batch, high) VALUES (0, 0)")
 
 
@@ -216,10 +215,18 @@ async def _write_rest(db: Connection[Any], lanes: list[int]) -> None:
     )
     # The older ones were taken by a batch long ago, and are deliveries since.
     await db.execute(
-        "INSERT INTO replay (dead_id, next_seq, next_batch, to_seq) "
-        "SELECT id, seq + CASE WHEN row_number() OVER (ORDER BY id) <= $1 THEN 1 ELSE 0 END, "
-        "       batch, to_seq FROM dead_letter WHERE state = 'replaying' ORDER BY id",
+        "WITH job AS ("
+        "    INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'test') RETURNING id), "
+        "part AS (INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id) "
+        "         SELECT job.id, e.id, 1, 1, $2 FROM job, endpoint e) "
+        "INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq) "
+        "SELECT job.id, endpoint_id, dead_letter.id, "
+        "       seq + CASE WHEN row_number() OVER (ORDER BY dead_letter.id) <= $1 "
+        "                  THEN 1 ELSE 0 END, "
+        "       batch, to_seq FROM job, dead_letter "
+        " WHERE dead_letter.state = 'replaying' ORDER BY dead_letter.id",
         REPLAYS - REPLAYS_PENDING,
+        DEAD,
     )
     await db.execute(
         "UPDATE delivery d SET replay_id = r.id, replay_seq = x.seq "

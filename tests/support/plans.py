@@ -40,9 +40,9 @@ class Plan:
         return "\n".join([whole, *map(str, self.scans)])
 
     def partitions(self, parent: str) -> set[int]:
-        """The partitions of a parent that were looked at, by their lower bounds."""
+        """The partitions of a parent that were looked at, by their numbers."""
         names = (scan.relation.rpartition("_") for scan in self.scans)
-        return {int(bound) for name, _, bound in names if name == parent and bound.isdigit()}
+        return {int(number) for name, _, number in names if name == parent and number.isdigit()}
 
 
 async def explain(connection: Connection[Any], sql: str, *arguments: Any, generic: bool) -> Plan:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from outbox.core import pacing
+from outbox.core.pacing import Pacing
 from outbox.relay.cursor import Turn
+from outbox.relay.replaying import Replaying
 from outbox.store.changes import change
 from tests.support.sequencers import REAL, session, settings
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from uuid import UUID
 
     from asyncpg import Connection
 
+    from outbox.core.pacing import Look, Share
     from outbox.relay.sequencer import Sequencer
     from tests.support.postgres import Database
 
@@ -60,11 +68,46 @@ async def turn(worker: Sequencer) -> Turn:
     return await worker.turn() if done is Turn.OVERTAKEN else done
 
 
-async def sequence_all(database: Database) -> None:
-    """Make deliveries of everything published, and send nothing."""
-    worker = await sequencer(database)
-    while await worker.turn() is Turn.MOVED:
-        pass
+class Unpaced(Pacing):
+    """As if whatever is taken were delivered at once: nobody waits for it."""
+
+    most = pacing.ENDPOINT_MAX
+
+    def due(self, now: float) -> list[UUID]:
+        due = super().due(math.inf)
+        self._next_at = 0.0
+        return due
+
+    def looked(self, endpoint_id: UUID, look: Look, now: float) -> None:
+        super().looked(endpoint_id, replace(look, done=True), now)
+
+    def shares(self, now: float) -> list[Share]:
+        return [
+            replace(share, numbers=self.most, per_lane=self.most) for share in super().shares(now)
+        ]
+
+    @property
+    def look_at(self) -> float | None:
+        return None if super().look_at is None else 0.0
+
+
+@contextmanager
+def unpaced(most: int = pacing.ENDPOINT_MAX) -> Iterator[None]:
+    """Replays are taken as fast as batches are made, so many numbers in each."""
+    was = Replaying.pacing_type, Unpaced.most
+    Replaying.pacing_type, Unpaced.most = Unpaced, most
+    try:
+        yield
+    finally:
+        Replaying.pacing_type, Unpaced.most = was
+
+
+async def sequence_all(database: Database, most: int = pacing.ENDPOINT_MAX) -> None:
+    """Make deliveries of everything published, and of every replay, and send nothing."""
+    with unpaced(most):
+        worker = await sequencer(database)
+        while await worker.turn() is Turn.MOVED or worker.cursor.replay_at is not None:
+            pass
 
 
 async def give_up(db: Connection[Any], endpoint_id: UUID | None = None) -> list[int]:

@@ -191,7 +191,7 @@ async def all_ended(database: Database, timeout_s: float = 20) -> None:
     sql = """
         SELECT (SELECT coalesce(max(id), 0) FROM outbox)
                <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
-           AND NOT EXISTS (SELECT FROM replay WHERE next_seq <= to_seq)
+           AND NOT EXISTS (SELECT FROM replay_part WHERE ended_at IS NULL)
            AND NOT EXISTS (
                SELECT FROM delivery d WHERE NOT EXISTS (
                    SELECT FROM attempt a WHERE a.lane_id = d.lane_id AND a.seq = d.seq

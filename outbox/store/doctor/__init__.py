@@ -2,7 +2,7 @@
 
 Every check reads in a short transaction of its own, under a time-out, so that
 one that takes too long, or that this role may not make, says so and leaves the
-others alone.
+others alone.  Only the probe writes, and only where it is asked for.
 """
 
 from __future__ import annotations
@@ -12,10 +12,24 @@ from typing import TYPE_CHECKING
 
 import asyncpg
 
-from outbox.errors import DatabaseUnavailable
+from outbox.core.names import quote_ident
+from outbox.errors import CannotRun, DatabaseUnavailable
 from outbox.store.connect import map_errors
-from outbox.store.doctor import endpoints, lanes, relays, schema, server, transactions
+from outbox.store.doctor import (
+    endpoints,
+    horizon,
+    lanes,
+    probe,
+    relays,
+    retention,
+    schedules,
+    schema,
+    server,
+    tables,
+    transactions,
+)
 from outbox.store.doctor.finding import (
+    STATEMENT_TIMEOUT_S,
     Finding,
     Limits,
     Look,
@@ -33,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "Limits", "Look", "Severity", "Subject", "examine"]
 
-STATEMENT_TIMEOUT_S = 5.0
 TIMEOUT_S = 60.0
 """For everything."""
 
@@ -52,6 +65,7 @@ _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
     ("trigger", schema.trigger),
     ("wake-up flag", schema.flag),
     ("partitions", schema.partitions),
+    ("autovacuum", tables.autovacuum),
     ("secrets", endpoints.secrets),
     ("networks", endpoints.networks),
 )
@@ -60,6 +74,7 @@ _LIVE: tuple[tuple[str, Check], ...] = (
     ("relays", relays.replicas),
     ("listeners", relays.listeners),
     ("sequencing", relays.lag),
+    ("schedules", schedules.overdue),
     ("owners", relays.owners),
     ("endpoints", endpoints.states),
     ("health", endpoints.health),
@@ -69,9 +84,16 @@ _LIVE: tuple[tuple[str, Check], ...] = (
     ("dead letters", lanes.dead_letters),
     ("gaps", transactions.gaps),
     ("publishing", transactions.holders),
-    ("horizon", transactions.horizon),
+    ("horizon", horizon.horizon),
+    ("dead rows", tables.dead_rows),
+    ("wraparound", tables.wraparound),
+    ("size", tables.size),
+    ("retention", retention.retention),
     ("notify queue", transactions.queue),
 )
+
+_PROBE: tuple[tuple[str, Check], ...] = (("probe", probe.probe),)
+"""Writes, and so has transactions of its own."""
 
 
 async def examine(look: Look) -> AsyncIterator[Finding]:
@@ -88,6 +110,7 @@ async def examine(look: Look) -> AsyncIterator[Finding]:
         (Subject.PRECONDITIONS, _FIRST),
         (Subject.PRECONDITIONS, _PRECONDITIONS),
         (Subject.LIVE, _LIVE),
+        (Subject.LIVE, _PROBE if look.probing else ()),
     ):
         for name, check in checks:
             found = await _ask(check, look, give_up_at)
@@ -102,22 +125,20 @@ async def _ask(check: Check, look: Look, give_up_at: float) -> list[Said]:
     try:
         with map_errors(look.schema):
             async with asyncio.timeout_at(give_up_at):
-                return await _read(check, look)
+                return await _answer(check, look)
     except TimeoutError:
         raise DatabaseUnavailable(
             f"the database did not answer everything within {TIMEOUT_S:.0f} s; run it again"
         ) from None
 
 
-async def _read(check: Check, look: Look) -> list[Said]:
+async def _answer(check: Check, look: Look) -> list[Said]:
     said: list[Said] = []
     try:
-        # READ COMMITTED: some compare what two statements see one after the other.
-        async with look.db.transaction(isolation="read_committed", readonly=True):
-            # In the transaction, because a proxy would hand it to other clients.
-            limit_ms = int(STATEMENT_TIMEOUT_S * 1000)
-            await look.db.execute(f"SET LOCAL statement_timeout = {limit_ms}")
+        if check is probe.probe:
             said += [each async for each in check(look)]
+        else:
+            await _read(check, look, said)
     except asyncpg.QueryCanceledError:
         said.append(
             warning(
@@ -126,12 +147,11 @@ async def _read(check: Check, look: Look) -> list[Said]:
             )
         )
     except asyncpg.InsufficientPrivilegeError as error:
-        said.append(
-            warning(
-                f"not looked at: {str(error).partition(chr(10))[0]}",
-                "connect as the role that ran outbox migrate",
-            )
-        )
+        said.append(await _unseen(look, str(error).partition("\n")[0]))
+    except CannotRun as error:
+        if isinstance(error.__cause__, asyncpg.InsufficientPrivilegeError):
+            raise await _shut_out(look, str(error.__cause__).partition("\n")[0]) from error
+        raise
     except (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError) as error:
         said.append(
             problem(
@@ -140,3 +160,33 @@ async def _read(check: Check, look: Look) -> list[Said]:
             )
         )
     return said
+
+
+async def _read(check: Check, look: Look, said: list[Said]) -> None:
+    # READ COMMITTED: some compare what two statements see one after the other.
+    async with look.db.transaction(isolation="read_committed", readonly=True):
+        # In the transaction, because a proxy would hand it to other clients.
+        limit_ms = int(STATEMENT_TIMEOUT_S * 1000)
+        await look.db.execute(f"SET LOCAL statement_timeout = {limit_ms}")
+        said += [each async for each in check(look)]
+
+
+async def _shut_out(look: Look, why: str) -> CannotRun:
+    """The error for a role that cannot even see which migrations there are."""
+    role = quote_ident(await look.db.fetchval("SELECT current_user"))
+    schema = quote_ident(look.schema)
+    return CannotRun(
+        f"{why}; GRANT USAGE ON SCHEMA {schema} TO {role}; "
+        f"GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role}"
+    )
+
+
+async def _unseen(look: Look, why: str) -> Said:
+    """What this role may not read, and who could let it."""
+    role = quote_ident(await look.db.fetchval("SELECT current_user"))
+    schema = quote_ident(look.schema)
+    kind = "SEQUENCES" if "sequence" in why else "TABLES"
+    do = f"GRANT SELECT ON ALL {kind} IN SCHEMA {schema} TO {role}"
+    if not any(thing in why for thing in (" table ", " sequence ")):
+        do = "connect as the role that ran outbox migrate"
+    return warning(f"could not see this: {why}", do)

@@ -9,6 +9,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.names import quote_ident
+from outbox.core.periods import Keep
+from outbox.store.replicas import CONNECTIONS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,6 +19,15 @@ if TYPE_CHECKING:
 
 ROWS_MAX = 10
 """A check names at most so many lanes, endpoints or transactions, and counts the rest."""
+
+
+STATEMENT_TIMEOUT_S = 5.0
+"""A check asks the server nothing that takes longer."""
+
+# Who may see other roles' sessions; pg_monitor may, too, and managed servers give that.
+MAY_SEE = """
+SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE') AS seen, current_user AS role
+"""
 
 
 class Severity(StrEnum):
@@ -65,8 +76,8 @@ class Limits:
     clock_warning_s: float = 5.0
     clock_problem_s: float = 120.0
     """Receivers refuse a signature whose time stamp is five minutes off."""
-    connections_free_min: int = 11
-    """A relay opens up to ten, and one for LISTEN."""
+    connections_free_min: int = CONNECTIONS_MAX
+    """What one more relay opens."""
     lag_warning_s: float = 10.0
     lag_problem_s: float = 60.0
     listener_s: float = 10.0
@@ -75,13 +86,28 @@ class Limits:
     """Relays say for a minute at a time that they sleep."""
     unfinished_s: float = 60.0
     """A living relay removes or disables an endpoint within seconds."""
+    overdue_s: float = 60.0
+    """A tick is published within a second, and by another relay within a lease or two."""
     failing_s: float = 600.0
     holder_s: float = 60.0
     """A transaction that published should have ended by then."""
     transaction_s: float = 3600.0
     """An older one keeps dead rows from being cleaned away."""
+    horizon_transactions: int = 1_000_000
+    """What does not say how old it is keeps dead rows for long from so many on."""
     queue_share: float = 0.25
+    queue_problem_share: float = 0.75
     """Of the server's queue of notifications."""
+    dead_rows_min: int = 50_000
+    dead_rows_share: float = 0.5
+    """Autovacuum begins at a fifth; who is far beyond that is not getting it."""
+    freeze_overdue: float = 2.0
+    """In multiples of the age from which on autovacuum freezes whatever happens."""
+    freeze_problem: int = 1_600_000_000
+    """Of two thousand million transactions, after which the server takes no writes."""
+    probe_s: float = 5.0
+    """A living relay sequences what is published within milliseconds."""
+    probe_slow_ms: float = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +120,14 @@ class Look:
     """Relays with these settings have a connection for LISTEN."""
     pooled: bool = False
     """The database is reached through a proxy that pools transactions."""
+    probing: bool = False
+    """Send an event through the database, too."""
     refusal: Callable[[str], str | None] = lambda _: None
     """Why a URL may not be delivered to with these settings; None: it may."""
     clock: Callable[[], float] = time.time
     """This machine's time, in seconds since 1970."""
+    keep: Keep = field(default_factory=Keep)
+    """How long relays with these settings keep things."""
     limits: Limits = field(default_factory=Limits)
 
     def name(self, thing: str) -> str:
@@ -123,6 +153,11 @@ def warning(says: str, do: str) -> Said:
 def problem(says: str, do: str) -> Said:
     """Somebody has to act."""
     return Said(Severity.PROBLEM, says, do)
+
+
+def unseen(what: str, role: str) -> Said:
+    """Other roles' sessions, of which PostgreSQL tells only some roles."""
+    return warning(f"could not see {what}: needs pg_monitor", f'GRANT pg_monitor TO "{role}"')
 
 
 def age(seconds: float) -> str:

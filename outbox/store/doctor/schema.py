@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outbox.core.periods import WIDTH
 from outbox.store import migrate
 from outbox.store.doctor.finding import age, ok, problem, warning
-from outbox.store.partitions import PARENTS, READ_POSITIONS, WIDTH, PartitionStore
+from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.schema import migrate_command
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from outbox.store.doctor.finding import Look, Said
-    from outbox.store.partitions import Partition
 
 # What the cursor's argument needs of the sequence behind outbox.id.
 SEQUENCE = """
@@ -32,6 +32,9 @@ LAST_READ = "SELECT high FROM batch ORDER BY batch DESC LIMIT 1"
 LAST_GIVEN = """
 SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass), 0)
 """
+
+# The newest period of each kind is the one that is written.
+WRITTEN_PERIODS = "SELECT kind, max(number) FROM period GROUP BY kind"
 
 TRIGGER = """
 SELECT tgenabled::text FROM pg_trigger
@@ -163,64 +166,32 @@ async def flag(look: Look) -> AsyncIterator[Said]:
 
 
 async def partitions(look: Look) -> AsyncIterator[Said]:
-    """No producer, and no relay, comes to the end of what there is."""
-    at = await look.db.fetchrow(READ_POSITIONS)
+    """No producer, and no relay, meets a missing partition."""
+    written = dict(await look.db.fetch(WRITTEN_PERIODS))
     store = PartitionStore(look.db)
     wrong = False
-    for parent in PARENTS:
-        position = at["id"] if parent == "outbox" else at["batch"]
-        # A detaching one takes no rows any more.
-        parts = [p for p in await store.partitions(parent) if not p.detaching]
-        for said in _partitions(look, parent, position, parts):
-            wrong = True
-            yield said
+    for kind, parents in PARENTS.items():
+        for parent in parents:
+            # A detaching one takes no rows any more.
+            there = {p.lo // WIDTH for p in await store.partitions(parent) if not p.detaching}
+            for number in (written[kind], written[kind] + 1):
+                if number not in there:
+                    wrong = True
+                    yield _missing(look, parent, number, now=number == written[kind])
+                    break
     if not wrong:
-        yield ok("there are empty ones ahead, and open-ended ones behind them")
+        yield ok("there are empty ones ahead")
 
 
-def _partitions(look: Look, parent: str, position: int, parts: list[Partition]) -> list[Said]:
+def _missing(look: Look, parent: str, number: int, *, now: bool) -> Said:
     name = look.name(parent)
-    end = following = position + 1
-    for part in parts:
-        if part.hi is not None and part.hi <= following:
-            continue
-        if part.lo > end:
-            break
-        if part.hi is None:
-            return _open_ended(name, position, part)
-        end = part.hi
-    left = end - following
-    if left >= WIDTH:
-        return [
-            warning(
-                f"{name} has no partition from {end} on, {left} ahead; a relay that is "
-                "making new ones waits for older transactions",
-                "if it stays like that, end the old transactions below, and run outbox relay",
-            )
-        ]
-    return [
-        problem(
-            f"{name} has no partition from {end} on, {left} ahead: writing fails there",
-            "run outbox relay, which makes them; or now: "
-            f"SELECT {look.name('add_partition')}('{name}', {end}, NULL)",
+    add = f"SELECT {look.name('add_partition')}('{name}', {number})"
+    if now:
+        return problem(
+            f"{name} has no partition for the period that is written: writing fails",
+            f"run now: {add}",
         )
-    ]
-
-
-def _open_ended(name: str, position: int, last: Partition) -> list[Said]:
-    if position >= last.lo:
-        return [
-            warning(
-                f"{name} is written in its open-ended partition since {last.lo}: no relay "
-                "cut it in time, and rows in it cannot be dropped by age",
-                "keep a relay running",
-            )
-        ]
-    if last.lo - position < WIDTH:
-        return [
-            warning(
-                f"{name} reaches its open-ended partition in {last.lo - position}",
-                "run outbox relay, which makes new ones each minute",
-            )
-        ]
-    return []
+    return warning(
+        f"{name} has no partition for the next period, so this one goes on",
+        f"run outbox relay, which makes it; or now: {add}",
+    )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from outbox.store.connect import SERVER_VERSION_MIN
 from outbox.store.doctor.finding import age, many, ok, problem, warning
+from outbox.store.replicas import SESSION_NAME
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -27,14 +28,32 @@ SELECT current_setting('fsync') AS fsync,
        current_user AS role
 """
 
-# numbackends can be seen by everybody, unlike most of pg_stat_activity.  The
-# reserved ones are for superusers, and from version 16 on for a role of theirs.
-CONNECTIONS = """
-SELECT (SELECT coalesce(sum(numbackends), 0) FROM pg_stat_database)::integer AS used,
-       current_setting('max_connections')::integer
-       - current_setting('superuser_reserved_connections')::integer
-       - coalesce(current_setting('reserved_connections', true)::integer, 0) AS usable
-"""
+# numbackends, and a session's role and name, can be seen by everybody, unlike most of
+# pg_stat_activity.  The reserved ones are for superusers, and from version 16 on for a
+# role of theirs.  A database and a role may have a limit of their own.
+CONNECTIONS = f"""
+SELECT *,
+       (SELECT count(*) FROM pg_stat_activity
+         WHERE datname = current_database()
+           AND application_name LIKE '{SESSION_NAME.removesuffix(":")}%') AS of_relays
+  FROM (SELECT 'this server' AS of, 'raise max_connections, or close some' AS do,
+               (SELECT coalesce(sum(numbackends), 0) FROM pg_stat_database)::integer AS used,
+               current_setting('max_connections')::integer
+               - current_setting('superuser_reserved_connections')::integer
+               - coalesce(current_setting('reserved_connections', true)::integer, 0) AS usable
+         UNION ALL
+        SELECT format('database "%s"', datname),
+               format('ALTER DATABASE %I CONNECTION LIMIT -1, or close some', datname),
+               pg_stat_get_db_numbackends(oid), datconnlimit
+          FROM pg_database WHERE datname = current_database() AND datconnlimit >= 0
+         UNION ALL
+        SELECT format('role "%s"', rolname),
+               format('ALTER ROLE %I CONNECTION LIMIT -1, or close some', rolname),
+               (SELECT count(*) FROM pg_stat_activity a WHERE a.usesysid = r.oid)::integer,
+               rolconnlimit
+          FROM pg_roles r WHERE rolname = current_user AND rolconnlimit >= 0) budget
+ ORDER BY usable - used LIMIT 1
+"""  # noqa: S608 (constants only)
 
 TIMELINE = """
 SELECT server_timeline() AS server, timeline AS known, current_user AS role,
@@ -111,14 +130,15 @@ async def connections(look: Look) -> AsyncIterator[Said]:
     """There is room for another relay."""
     row = await look.db.fetchrow(CONNECTIONS)
     free = max(row["usable"] - row["used"], 0)
+    says = (
+        f"{many(free, 'connection')} of {row['usable']} free, of {row['of']}; "
+        f"our relays have {row['of_relays']}, and one more opens up to "
+        f"{look.limits.connections_free_min}"
+    )
     if free < look.limits.connections_free_min:
-        yield warning(
-            f"{many(free, 'connection')} of {row['usable']} free; a relay opens up to "
-            f"{look.limits.connections_free_min}",
-            "raise max_connections, or close some",
-        )
+        yield warning(says, row["do"])
     else:
-        yield ok(f"{many(free, 'connection')} of {row['usable']} free")
+        yield ok(says)
 
 
 async def clock(look: Look) -> AsyncIterator[Said]:

@@ -5,7 +5,7 @@ What is only ever appended to is kept as lists, by lane where it is read by lane
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,12 +13,15 @@ from zlib import crc32
 
 from asyncpg import InFailedSQLTransactionError
 
+from outbox.core import periods
 from tests.sim.database.engine import Engine, Table
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
     from uuid import UUID
 
+    from outbox.core.periods import Kind
     from tests.sim.clockwork import World
     from tests.sim.database.backend import Backend
     from tests.sim.database.connection import Connection
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "relay"
 AWAKE = 1
+KINDS: tuple[Kind, ...] = ("events", "log")
 LOGGED_AHEAD = 32
 """Values of a sequence that a crash may skip."""
 
@@ -51,6 +55,13 @@ class Given(NamedTuple):
     outbox_id: int
     replay_id: int | None
     replay_seq: int | None
+    backfill_id: int | None
+    copy_id: int | None
+
+    @property
+    def again(self) -> bool:
+        """It is not the event's first delivery to its endpoint."""
+        return self.replay_id is not None or self.backfill_id is not None
 
 
 class Tried(NamedTuple):
@@ -62,6 +73,7 @@ class Tried(NamedTuple):
     outcome: str
     replica_id: int
     started_at: datetime
+    elapsed_ms: float
 
 
 class Batch(NamedTuple):
@@ -111,7 +123,7 @@ class Database(Engine):
         self.wakeup_on_disk = AWAKE
         # -------------------------------------------------------- the relay
         self.cursor = Table("cursor")
-        self.cursor.rows[1] = {"writer": None, "version": 1}
+        self.cursor.rows[1] = {"writer": None, "version": 1, "erasures": 0}
         self.gap = Table("gap")
         self.endpoint = Table("endpoint")
         self.endpoint_health = Table("endpoint_health")
@@ -121,17 +133,35 @@ class Database(Engine):
         self.lane_progress = Table("lane_progress")
         self.lane_block = Table("lane_block")
         self.dead_letter = Table("dead_letter")
+        self.replay_job = Table("replay_job")
+        self.replay_part = Table("replay_part")
         self.replay = Table("replay")
         self.replica = Table("replica")
         self.ownership = Table("ownership")
+        self.schedule = Table("schedule")
+        self.future_event = Table("future_event")
         # The application's own: a counter for each key.
         self.domain = Table("domain")
         self.batches: list[Batch] = [
             Batch(0, 0, (), (), (), (), None, datetime.fromtimestamp(world.EPOCH_S, UTC))
         ]
+        # ---------------------------------------------------------- retention
+        # Whether anything is dropped in this run.
+        self.maintained = False
+        self.period = Table("period")
+        for kind in KINDS:
+            self.period.rows[kind, 0] = self.new_period(kind, 0)
+        # The lowest id whose event is kept.
+        self.first_id = 0
+        # For the checkers, of a log that is gone: the numbers of lanes that were
+        # delivered, and what all of them were.
+        self.old_successes: dict[int, set[int]] = {}
+        self.old_given: dict[tuple[int, int], Given] = {}
         self.deliveries: dict[int, list[Given]] = {}
         self.attempts: dict[int, list[Tried]] = {}
         self.journal: list[tuple[float, str, str, UUID | None, Any]] = []
+        # Called with the session that has found something due.
+        self.on_tick: list[Callable[[str], None]] = []
         # Hashes of keys, where it matters which ones they are.
         self.spreads: dict[str, int] = {}
         self._serials: dict[str, int] = {}
@@ -169,6 +199,40 @@ class Database(Engine):
         # Set without waiting for the disk.
         if self.rng.random() < 0.5:
             self.wakeup = self.wakeup_on_disk
+
+    # ------------------------------------------------------------- retention
+
+    def new_period(self, kind: Kind, number: int) -> dict[str, Any]:
+        """A row of period that begins now."""
+        row: dict[str, Any] = {"kind": kind, "number": number, "began_at": self.wall()}
+        return {**row, "ended_at": None, "last_batch": None, "dropped": False}
+
+    def drop_below(self, kind: Kind, number: int) -> None:
+        """The partitions of all periods below that one are gone."""
+        first = number * periods.WIDTH
+        if kind == "events":
+            self.first_id = first
+            del self.outbox_ids[: bisect_left(self.outbox_ids, first)]
+            return
+        for lane_id, tried in self.attempts.items():
+            gone = {a.seq for a in tried if a.batch < first and a.outcome == "delivered"}
+            self.old_successes.setdefault(lane_id, set()).update(gone)
+            self.attempts[lane_id] = [a for a in tried if a.batch >= first]
+        for lane_id, given in self.deliveries.items():
+            self.old_given |= {(lane_id, g.seq): g for g in given if g.batch < first}
+            self.deliveries[lane_id] = [g for g in given if g.batch >= first]
+
+    def given(self, lane_id: int, seq: int) -> Given:
+        """A number of a lane, whenever it was given."""
+        old = self.old_given.get((lane_id, seq))
+        if old is not None:
+            return old
+        kept = self.deliveries[lane_id]
+        return kept[bisect_left(kept, seq, key=lambda g: g.seq)]
+
+    def batch(self, number: int) -> Batch:
+        """A batch by its number; there are holes where periods begin."""
+        return self.batches[bisect_left(self.batches, number, key=lambda b: b.batch)]
 
     # --------------------------------------------------------------- inserts
 

@@ -1,6 +1,15 @@
 """Known mistakes, by the part of the relay that they are made in."""
 
-from tests.sim.mutants import cursor, lanes, ownership, records
+from tests.sim.mutants import cursor, lanes, ownership, records, replays, retention, schedules
 from tests.sim.mutants.catalogue import MUTANTS
 
-__all__ = ["MUTANTS", "cursor", "lanes", "ownership", "records"]
+__all__ = [
+    "MUTANTS",
+    "cursor",
+    "lanes",
+    "ownership",
+    "records",
+    "replays",
+    "retention",
+    "schedules",
+]

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from outbox.store import care as care_store
 from outbox.store import cursor, replicas
 from outbox.store import records as record_store
-from tests.sim.database.statements import care, lanes, operators, ownership, records, sequencing
+from tests.sim.database.statements import (
+    care,
+    lanes,
+    operators,
+    ownership,
+    records,
+    replays,
+    retention,
+    sequencing,
+    ticking,
+)
 from tests.sim.database.statements.registry import ANSWERS, PREFIXES
 
 if TYPE_CHECKING:
@@ -20,7 +30,19 @@ if TYPE_CHECKING:
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
 
-__all__ = ["ANSWERS", "answer", "care", "lanes", "operators", "ownership", "records", "sequencing"]
+__all__ = [
+    "ANSWERS",
+    "answer",
+    "care",
+    "lanes",
+    "operators",
+    "ownership",
+    "records",
+    "replays",
+    "retention",
+    "sequencing",
+    "ticking",
+]
 
 
 # They end with the timeline that their replica registered on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import care, changes, partitions
+from outbox.store import care, changes
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait
 from tests.sim.database.statements.ownership import fence, journal
 from tests.sim.database.statements.registry import answers
@@ -111,14 +111,8 @@ def read_over_age(
         old = [
             g.seq
             for g in db.deliveries.get(lane_id, ())
-            if g.seq > seq and db.batches[g.batch].at.timestamp() < limit
+            if g.seq > seq and db.batch(g.batch).at.timestamp() < limit
         ]
         if old:
             rows.append({"lane_id": lane_id, "seq": max(old)})
     return rows
-
-
-@answers(partitions.LOCK)
-def lock_maintenance(db: Database, tx: Transaction) -> list[Row]:
-    # Somebody else maintains: partitions are not simulated.
-    return [{"locked": False}]

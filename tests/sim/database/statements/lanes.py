@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
 from outbox.store import destinations, lanes
@@ -23,7 +24,8 @@ def read_last_batch(db: Database, tx: Transaction) -> list[Row]:
 
 @answers(lanes.READ_NEWS)
 def read_news(db: Database, tx: Transaction, after: int, limit: int) -> list[Row]:
-    newer = db.batches[after + 1 : after + 1 + limit]
+    first = bisect_right(db.batches, after, key=lambda b: b.batch)
+    newer = db.batches[first : first + limit]
     last_seqs = {}
     for lane_id in sorted({lane_id for b in newer for lane_id in b.lanes}):
         row = tx.get(db.lane_counter, lane_id)
@@ -84,7 +86,7 @@ def read_lanes(db: Database, tx: Transaction, endpoint_ids: Sequence[UUID]) -> l
         owed_since = None
         if owes:
             head = _after(db, lane["id"], p["floor_batch"], p["acked_seq"])
-            owed_since = db.batches[head[0].batch].at if head else None
+            owed_since = db.batch(head[0].batch).at if head else None
         found.append(
             {
                 **lane,

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import endpoint_changes, endpoint_states, replays
+from outbox.store import endpoint_changes, endpoint_states
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from uuid import UUID
 
     from tests.sim.database.engine import Row, Steps, Transaction
@@ -143,57 +142,3 @@ def try_now(db: Database, tx: Transaction, endpoint_id: UUID) -> Steps:
     assert e is not None
     tx.change(db.endpoint, endpoint_id, resumes=e["resumes"] + 1)
     return "UPDATE 1"
-
-
-@answers(replays.LOCK_DEAD)
-def lock_dead(
-    db: Database,
-    tx: Transaction,
-    ids: Sequence[int] | None,
-    endpoint_ids: Sequence[UUID] | None,
-) -> Steps:
-    found = []
-    for row in sorted(tx.rows(db.dead_letter), key=lambda d: d["id"]):
-        wanted = ids is None or row["id"] in ids
-        wanted = wanted and (endpoint_ids is None or row["endpoint_id"] in endpoint_ids)
-        if not wanted:
-            continue
-        yield Wait(db.dead_letter, row["id"], EXCLUSIVE)
-        new = tx.get(db.dead_letter, row["id"])
-        e = tx.get(db.endpoint, row["endpoint_id"])
-        assert new is not None
-        assert e is not None
-        if ids is not None or new["state"] == "dead":
-            state = {"endpoint_state": e["state"], "endpoint": e["name"], "is_erased": False}
-            found.append({**new, **state})
-    return found
-
-
-@answers(replays.ASK_REPLAY)
-def ask_replay(db: Database, tx: Transaction, ids: Sequence[int]) -> str:
-    for dead_id in sorted(ids):
-        letter = tx.get(db.dead_letter, dead_id)
-        assert letter is not None
-        new = db.serial(db.replay)
-        place = {"next_seq": letter["seq"], "next_batch": letter["batch"]}
-        tx.put(db.replay, new, {"id": new, "dead_id": dead_id, "to_seq": letter["to_seq"], **place})
-    return f"INSERT 0 {len(ids)}"
-
-
-@answers(replays.SET_STATE)
-def set_dead_state(db: Database, tx: Transaction, ids: Sequence[int], state: str) -> str:
-    for dead_id in ids:
-        tx.change(db.dead_letter, dead_id, state=state)
-    return f"UPDATE {len(ids)}"
-
-
-@answers(replays.UNBLOCK)
-def unblock(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps:
-    for dead_id in ids:
-        letter = tx.get(db.dead_letter, dead_id)
-        assert letter is not None
-        block = tx.get(db.lane_block, letter["lane_id"])
-        if block is not None and block["seq"] == letter["seq"]:
-            yield Wait(db.lane_block, letter["lane_id"], EXCLUSIVE)
-            tx.put(db.lane_block, letter["lane_id"], None)
-    return "DELETE 1"

@@ -208,6 +208,7 @@ def look(db: Database, tx: Transaction) -> list[Row]:
     return [
         {
             "version": cursor["version"],
+            "erasures": cursor["erasures"],
             "ids": [r["id"] for r in all_] or None,
             "renewals": [r["renewals"] for r in all_] or None,
             "leases_s": [r["lease_s"] for r in all_] or None,

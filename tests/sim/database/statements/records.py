@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
 
-_ATTEMPT_COLUMNS, _PROGRESS_COLUMNS = 9, 12
+_ATTEMPT_COLUMNS, _PROGRESS_COLUMNS = 10, 12
 _PROGRESS = (
     "acked_seq",
     "delivered_seq",
@@ -48,14 +48,17 @@ _DEAD = (
     "headers",
     "published_at",
     "expires_at",
+    "backfill_id",
 )
 
 
 def tried_of(columns: Sequence[Sequence[Any]], me: int) -> list[tuple[int, Tried]]:
     """Rows of the attempt log from a statement's columns."""
     return [
-        (lane_id, Tried(batch, seq, attempt, outcome, me, started_at))
-        for lane_id, batch, seq, attempt, outcome, _, _, started_at, _ in zip(*columns, strict=True)
+        (lane_id, Tried(batch, seq, attempt, outcome, me, started_at, elapsed_ms))
+        for lane_id, batch, seq, attempt, outcome, _, _, started_at, elapsed_ms, _ in zip(
+            *columns, strict=True
+        )
     ]
 
 
@@ -119,12 +122,14 @@ def bury(db: Database, tx: Transaction, dead: Row, endpoint_id: UUID) -> None:
             and last["to_seq"] == dead["seq"] - 1
             and last["outbox_id"] is None
             and (last["reason"], last["state"]) == (dead["reason"], "dead")
+            and last["at"] > db.wall() - records.RANGE_GROWS_S
             and tx.try_lock(db.dead_letter, last["id"], UPDATE)
         ):
             tx.change(db.dead_letter, last["id"], to_seq=dead["to_seq"])
             return
     new = db.serial(db.dead_letter)
-    tx.put(db.dead_letter, new, {**dead, "id": new, "endpoint_id": endpoint_id, "state": "dead"})
+    row = {**dead, "id": new, "endpoint_id": endpoint_id, "state": "dead", "at": db.wall()}
+    tx.put(db.dead_letter, new, row)
     if blocks:
         tx.put(db.lane_block, lane_id, {"lane_id": lane_id, "seq": dead["seq"]})
 
@@ -192,9 +197,11 @@ def finish(
                 "reason": state,
                 "attempts": 0,
                 "outbox_id": None,
+                "backfill_id": None,
             }
             new = db.serial(db.dead_letter)
             row = {**owed, "id": new, "endpoint_id": endpoint_id, "state": "dead"}
+            row["at"] = db.wall()
             tx.put(db.dead_letter, new, row)
             tx.change(
                 db.lane_progress,

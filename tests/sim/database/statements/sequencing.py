@@ -34,7 +34,8 @@ def lock_cursor(db: Database, tx: Transaction) -> list[Row]:
     row = tx.get(db.cursor, 1)
     assert row is not None
     silent = {"timeline": None, "server_timeline": None}
-    return [{**row, **silent, "batch": db.batches[-1].batch}]
+    held = {"writer": row["writer"], "version": row["version"]}
+    return [{**held, **silent, "batch": db.batches[-1].batch}]
 
 
 @answers(timeline.READ_TIMELINE)
@@ -124,7 +125,7 @@ def _sighting(event: Event) -> Row:
     return {"id": event.id, "tenant": None, "type": event.type, "spread": event.spread}
 
 
-@answers(cursor.READ_COUNTERS, lanes.READ_COUNTERS)
+@answers(lanes.READ_COUNTERS)
 def read_counters(db: Database, tx: Transaction, lane_ids: Sequence[int]) -> list[Row]:
     wanted = set(lane_ids)
     return [dict(row) for row in tx.rows(db.lane_counter) if row["lane_id"] in wanted]
@@ -148,63 +149,6 @@ def read_routes(db: Database, tx: Transaction) -> list[Row]:
     return found
 
 
-@answers(routing.READ_REPLAYS)
-def read_replays(db: Database, tx: Transaction, limit: int) -> list[Row]:
-    rows: list[Row] = []
-    before = 0
-    asked = sorted(tx.rows(db.replay), key=lambda r: r["id"])
-    for r in asked:
-        letter = tx.get(db.dead_letter, r["dead_id"])
-        assert letter is not None
-        e = tx.get(db.endpoint, letter["endpoint_id"])
-        assert e is not None
-        if r["next_seq"] > r["to_seq"] or e["state"] not in ("active", "paused"):
-            continue
-        if before >= limit:
-            break
-        numbers = min(r["to_seq"] - r["next_seq"] + 1, limit - before)
-        before += r["to_seq"] - r["next_seq"] + 1
-        base = {
-            "id": r["id"],
-            "next_seq": r["next_seq"],
-            "next_batch": r["next_batch"],
-            "numbers": numbers,
-        }
-        found = []
-        if letter["outbox_id"] is not None:
-            found = [(r["next_seq"], r["next_batch"], letter["outbox_id"])]
-        else:
-            given = db.deliveries.get(letter["lane_id"], [])
-            found = [
-                (g.seq, g.batch, g.outbox_id)
-                for g in given
-                if r["next_seq"] <= g.seq < r["next_seq"] + numbers
-            ]
-        if not found:
-            rows.append({**base, "lane_id": None, "seq": None, "batch": None, "outbox_id": None})
-        for seq, batch, outbox_id in found:
-            slot = db.outbox[outbox_id].spread % e["lanes"]
-            lane = next(
-                lane
-                for lane in tx.rows(db.lane)
-                if lane["endpoint_id"] == e["id"]
-                and lane["generation"] == e["generation"]
-                and lane["slot"] == slot
-            )
-            place = {"lane_id": lane["id"], "seq": seq, "batch": batch, "outbox_id": outbox_id}
-            rows.append({**base, **place})
-    return rows
-
-
-@answers(routing.WRITE_HELPINGS)
-def write_helpings(
-    db: Database, tx: Transaction, ids: Sequence[int], seqs: Sequence[int], batches: Sequence[int]
-) -> str:
-    for i, seq, batch in zip(ids, seqs, batches, strict=True):
-        tx.change(db.replay, i, next_seq=seq, next_batch=batch)
-    return f"UPDATE {len(ids)}"
-
-
 @answers(cursor.WRITE_BATCH)
 def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
     (
@@ -226,6 +170,8 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         awake,
         wanted,
         tell,
+        backfill_ids,
+        copy_ids,
     ) = arguments
     # The statement's snapshot; the row is looked at again once it is locked.
     row = tx.get(db.cursor, 1)
@@ -262,7 +208,9 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         tx.change(db.lane_counter, lane_id, last_seq=last_seq)
     given: list[tuple[int, Given]] = [
         (lane_id, Given(batch, *rest))
-        for lane_id, *rest in zip(lane_ids, seqs, outbox_ids, replay_ids, replay_seqs, strict=True)
+        for lane_id, *rest in zip(
+            lane_ids, seqs, outbox_ids, replay_ids, replay_seqs, backfill_ids, copy_ids, strict=True
+        )
     ]
 
     def deliver() -> None:
@@ -276,7 +224,8 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
     if given and others and tell is not None:
         tx.notify(OWNERS, tell)
     back = sorted(each for each in given if each[0] in set(wanted))
-    rows = [{"batch": batch, **event_row(db, lane_id, g)} for lane_id, g in back]
+    kept = [(lane_id, g) for lane_id, g in back if not _is_gone(db, g)]
+    rows = [{"batch": batch, **event_row(db, lane_id, g)} for lane_id, g in kept]
     return rows or [{"lane_id": None}]
 
 
@@ -292,12 +241,18 @@ def event_row(db: Database, lane_id: int, given: Given) -> Row:
         "tenant": None,
         "type": event.type,
         "key": event.key,
-        "payload": event.payload,
+        "payload": None if _is_gone(db, given) else event.payload,
         "headers": None,
         "published_at": event.created_at,
-        "expires_at": None if given.replay_id is not None else event.expires_at,
+        "expires_at": None if given.again else event.expires_at,
+        "backfill_id": given.backfill_id,
         "was_seq": None,
     }
+
+
+def _is_gone(db: Database, given: Given) -> bool:
+    """Its event was dropped, and no dead letter has a copy."""
+    return given.outbox_id < db.first_id and given.copy_id is None
 
 
 def _ranges(ranges: Sequence[Range]) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,95 @@
+"""Live events beside a replay of a great many dead letters, and the same without.
+
+Both go to one endpoint, in the same lanes, so this is the worst that a replay can do
+to anybody.  An event's latency is that of `benchmarks.latency`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.commits import MAKE_ACCOUNTS
+from benchmarks.figures import Rounds, Row, Target, percentile
+from benchmarks.latency import NS_PER_MS, WARM_UP, produce
+from benchmarks.stage import add_endpoint, search
+from outbox.store import jobs, replays
+from outbox.store.selection import Selection
+from tests.support.postgres import SCHEMA
+
+if TYPE_CHECKING:
+    from benchmarks.stage import Stage
+    from tests.support.postgres import Database
+
+LETTERS, QUICK_LETTERS = 100_000, 10_000
+PER_S = 100
+SECONDS, QUICK_SECONDS = 15.0, 4.0
+LANES = 8
+SHARES = {"p50": 0.5, "p99": 0.99}
+BESIDE = Target("at most", 2.0)
+
+# Events that were given up long ago, without the relay that did it.
+BURY = """
+WITH events AS (
+    INSERT INTO outbox (type, key, payload)
+    SELECT 'order.paid', 'k' || n % 500, jsonb_build_object('n', 'dead' || n)
+      FROM generate_series(1, $1::int) n RETURNING *)
+INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, outbox_id, event_id, type, key,
+                         payload, published_at, reason, attempts)
+SELECT l.endpoint_id, l.id, 0, -o.id, -o.id, o.id, o.event_id, o.type, o.key, o.payload,
+       o.created_at, 'exhausted', 12
+  FROM events o, (SELECT endpoint_id, min(id) AS id FROM lane GROUP BY endpoint_id) l
+"""
+PASSED = "UPDATE batch SET high = (SELECT max(id) FROM outbox) WHERE batch = 0"
+
+
+async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
+    """Without and with a replay, in turns."""
+    letters = QUICK_LETTERS if quick else LETTERS
+    seconds = QUICK_SECONDS if quick else SECONDS
+    with_it, without = Rounds(), Rounds()
+    for number in range(rounds):
+        async with stage.server.database() as database, search(database) as connection:
+            await connection.execute(MAKE_ACCOUNTS)
+            await add_endpoint(connection, stage.urls["http"], lanes=LANES)
+            await connection.execute(BURY, letters)
+            await connection.execute(PASSED)
+            await connection.execute("ANALYZE")
+            async with stage.relay(database):
+                alone_ms = await _live(stage, database, seconds)
+                asked = await replays.replay(
+                    connection, SCHEMA, Selection(everything=True), actor="bench"
+                )
+                assert asked.job is not None
+                beside_ms = await _live(stage, database, seconds)
+                taken = (await jobs.get(connection, SCHEMA, asked.job)).taken
+        for name, share in SHARES.items():
+            with_it.add(name, percentile(beside_ms, share))
+            without.add(name, percentile(alone_ms, share))
+        stage.say(
+            f"replays, round {number + 1} of {rounds}: {taken:,} of {letters:,} sent again in "
+            f"{seconds:g} s; p50 {with_it.values['p50'][-1]:.2f} ms beside them and "
+            f"{without.values['p50'][-1]:.2f} ms without, p99 {with_it.values['p99'][-1]:.2f} "
+            f"and {without.values['p99'][-1]:.2f} ms"
+        )
+    return [
+        Row(
+            "replays",
+            f"{PER_S} live events/s, {name}",
+            "ms",
+            with_it.of(name),
+            "without a replay",
+            without.of(name),
+            target=BESIDE,
+        )
+        for name in SHARES
+    ]
+
+
+async def _live(stage: Stage, database: Database, seconds: float) -> list[float]:
+    """Milliseconds from COMMIT to the receiver, of every live event but the first ones."""
+    events = int(PER_S * seconds)
+    stage.expect(events, keep=True)
+    made = await produce(database, "event", PER_S, events)
+    arrived = (await stage.receiver.answer())["arrived"]
+    warm = [str(n) for n in range(int(events * WARM_UP), events)]
+    return [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in warm]

@@ -1,0 +1,173 @@
+"""Replay jobs as an operator looks at them, and how one is aborted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from outbox.errors import NotFound, UsageError
+from outbox.store.changes import change, write_journal
+from outbox.store.connect import map_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from asyncpg import Connection
+
+State = Literal["running", "done", "aborted"]
+STATES: tuple[State, ...] = get_args(State)
+
+# What no batch has taken yet of the replays of an endpoint, or of a job, never will be:
+# those dead letters are dead as before.
+CALL_OFF = """
+WITH pending AS (
+    SELECT r.id, r.dead_id, r.next_seq > d.seq AS begun
+      FROM replay r JOIN dead_letter d ON d.id = r.dead_id
+     WHERE ($1::uuid IS NULL OR r.endpoint_id = $1) AND ($2::bigint IS NULL OR r.job_id = $2)
+       AND r.next_seq <= r.to_seq),
+cut AS (
+    UPDATE replay r SET to_seq = r.next_seq - 1 FROM pending p WHERE r.id = p.id AND p.begun),
+called_off AS (
+    DELETE FROM replay r USING pending p WHERE r.id = p.id AND NOT p.begun)
+UPDATE dead_letter SET state = 'dead' WHERE id IN (SELECT dead_id FROM pending)
+"""
+
+# How far a job is.  That of a backfill is told by the ids that it has passed, because
+# nobody knows beforehand how many of the events are for its endpoint.  In a lane or on
+# the way is what the batch of the last helping gave to each part that has not ended.
+_JOBS = """
+SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, j.until,
+       j.rate_per_s, j.asked_at, j.asked_by, j.ended_at, p.*,
+       CASE WHEN j.kind = 'dead' THEN p.taken + p.erased ELSE p.passed END AS done,
+       CASE WHEN j.kind = 'dead' THEN p.expected ELSE p.covered END AS all
+  FROM replay_job j
+ CROSS JOIN LATERAL (
+       SELECT count(*) AS endpoints, count(*) FILTER (WHERE ended_at IS NULL) AS open,
+              coalesce(sum(taken), 0)::bigint AS taken,
+              coalesce(sum(erased), 0)::bigint AS erased,
+              coalesce(sum(expected), 0)::bigint AS expected,
+              coalesce(sum(next_id - first_id), 0)::bigint AS passed,
+              coalesce(sum(greatest(last_id - first_id + 1, 0)), 0)::bigint AS covered,
+              count(*) FILTER (WHERE why = 'disabled') AS disabled,
+              count(*) FILTER (WHERE why = 'removed') AS removed,
+              count(*) FILTER (WHERE why = 'unsubscribed') AS unsubscribed
+         FROM replay_part WHERE job_id = j.id) p
+"""
+
+READ_JOBS = f"""{_JOBS} WHERE j.id > $1 AND j.state = ANY ($2) ORDER BY j.id LIMIT $3"""
+READ_JOB = f"""{_JOBS} WHERE j.id = $1"""
+
+LOCK_JOB = "SELECT state FROM replay_job WHERE id = $1 FOR UPDATE"
+ABORT_JOB = "UPDATE replay_job SET state = 'aborted', ended_at = clock_timestamp() WHERE id = $1"
+
+FIND_RELAY = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A replay job, and how far it is."""
+
+    id: int
+    kind: Literal["dead", "history"]
+    state: State
+    endpoint: str | None
+    types: tuple[str, ...] | None
+    tenant: str | None
+    reason: str | None
+    since: datetime | None
+    until: datetime | None
+    rate_per_s: float | None
+    asked_at: datetime
+    asked_by: str
+    ended_at: datetime | None
+    endpoints: int
+    open: int
+    """Endpoints where something is left, or still on its way."""
+    taken: int
+    """Deliveries that were made."""
+    erased: int
+    """Passed over, because their events are gone."""
+    done: int
+    """Of `all`: dead letters' numbers, or ids of events that were looked at."""
+    all: int
+    stopped: dict[str, int]
+    """Endpoints where it ended before its time, by reason."""
+
+    @property
+    def share(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        if self.state == "done":
+            return 1.0
+        return min(self.done / self.all, 1.0) if self.all else 0.0
+
+
+async def page(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    states: Sequence[State] = STATES,
+    limit: int = 100,
+    after: int = 0,
+) -> list[Job]:
+    """Jobs by id, at most `limit`, the ones behind `after`."""
+    with map_errors(schema):
+        rows = await connection.fetch(READ_JOBS, after, list(states), limit)
+    return [_job(row) for row in rows]
+
+
+async def get(connection: Connection[Any], schema: str, job_id: int) -> Job:
+    """One job.
+
+    Raises:
+        NotFound: there is none with this id.
+    """
+    with map_errors(schema):
+        row = await connection.fetchrow(READ_JOB, job_id)
+    if row is None:
+        raise _no_such(job_id)
+    return _job(row)
+
+
+async def any_relay(connection: Connection[Any]) -> bool:
+    """Whether somebody is there to work on jobs."""
+    return bool(await connection.fetchval(FIND_RELAY))
+
+
+async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor: str) -> Job:
+    """Have nothing more taken of a job; what is in lanes already goes on.
+
+    Raises:
+        NotFound: there is none with this id.
+        UsageError: it has ended.
+    """
+    async with change(connection, schema):
+        state = await connection.fetchval(LOCK_JOB, job_id)
+        if state is None:
+            raise _no_such(job_id)
+        if state != "running":
+            text = "is done" if state == "done" else "was aborted already"
+            raise UsageError(f"replay job {job_id} {text}; see: outbox replay show {job_id}")
+        await connection.execute(CALL_OFF, None, job_id)
+        await connection.execute(ABORT_JOB, job_id)
+        job = _job(await connection.fetchrow(READ_JOB, job_id))
+        await write_journal(
+            connection, "replay_aborted", actor, None, {"job": job_id, "taken": job.taken}
+        )
+    return job
+
+
+def _job(row: Any) -> Job:
+    values = dict(row)
+    types = values["types"]
+    stopped = {why: values.pop(why) for why in ("disabled", "removed", "unsubscribed")}
+    names = {name: values[name] for name in Job.__slots__ if name not in ("stopped", "types")}
+    return Job(
+        **names,
+        types=None if types is None else tuple(types),
+        stopped={why: n for why, n in stopped.items() if n},
+    )
+
+
+def _no_such(job_id: int) -> NotFound:
+    return NotFound(f"there is no replay job {job_id}; see: outbox replay list")

@@ -1,0 +1,142 @@
+"""Which dead letters a command is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, get_args
+
+from outbox.core import pattern
+from outbox.core.story import Reason
+from outbox.errors import UsageError
+from outbox.store.changes import READ_NOW
+from outbox.store.endpoints import not_found
+from outbox.store.subscribed import TYPE_MATCHES
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+REASONS: tuple[str, ...] = get_args(Reason)
+
+# A name may have been used by several endpoints, one after the other; dead
+# letters outlive them, so all of them are meant.
+FIND_ENDPOINTS = "SELECT id FROM endpoint WHERE name = $1"
+
+# Whether a selection `s` means a dead letter `d`, whose endpoint it is apart.  A range
+# has neither type nor tenant.
+SELECTED = f"""
+    (s.types IS NULL OR {TYPE_MATCHES.replace("o.type", "d.type")})
+    AND (s.tenant IS NULL OR d.tenant = s.tenant)
+    AND (s.reason IS NULL OR d.reason = s.reason)
+    AND (s.since IS NULL OR d.at >= s.since)
+    AND (s.until IS NULL OR d.at < s.until)
+"""
+
+
+def given(first: int) -> str:
+    """The selection `s` from five arguments of a statement, `Filter.arguments`."""
+    columns = ("types text[]", "tenant text", "reason text", "since timestamptz",
+               "until timestamptz")  # fmt: skip
+    return ", ".join(
+        f"${first + n}::{kind} AS {name}"
+        for n, (name, kind) in enumerate(column.split() for column in columns)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Only those of which all of this is true.
+
+    Raises:
+        UsageError: something in it is no pattern or reason, or it ends before it begins.
+    """
+
+    endpoint: str | None = None
+    types: tuple[str, ...] = ()
+    """Patterns, any of which the type matches."""
+    tenant: str | None = None
+    reason: str | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+    """Given up at or after `since`, and before `until`."""
+
+    def __post_init__(self) -> None:
+        for text in self.types:
+            pattern.parse(text)
+        if self.reason is not None and self.reason not in REASONS:
+            raise UsageError(f'"{self.reason}" is not a reason; there are: {", ".join(REASONS)}')
+        require_order(self.since, self.until)
+
+    def __bool__(self) -> bool:
+        return self != Filter()
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """For `given`."""
+        types = list(self.types) or None
+        return types, self.tenant, self.reason, self.since, self.until
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What was said, for the journal."""
+        said = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in said.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which dead letters a command is about; sweeping needs a word for it.
+
+    Raises:
+        UsageError: nothing was selected, or two things at once.
+    """
+
+    ids: tuple[int, ...] = ()
+    filter: Filter = field(default_factory=Filter)
+    everything: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.ids or self.filter or self.everything):
+            raise UsageError(
+                "say which dead letters: ID…, --all, or some by "
+                "--endpoint, --type, --tenant, --reason, --since, --until"
+            )
+        if bool(self.ids) + bool(self.filter) + self.everything > 1:
+            raise UsageError("say ID…, --all, or what they have in common, not several")
+        if len(self.ids) > IDS_MAX:
+            raise UsageError(f"at most {IDS_MAX} by number; say what they have in common")
+
+
+IDS_MAX = 1000
+
+
+def require_order(since: datetime | None, until: datetime | None) -> None:
+    """Refuse a time that ends before it begins.
+
+    Raises:
+        UsageError: it does.
+    """
+    if since is not None and until is not None and until <= since:
+        raise UsageError("--until must be later than --since")
+
+
+async def endpoint_ids(connection: Connection[Any], name: str | None) -> list[UUID] | None:
+    """All endpoints that ever had this name; None without one.
+
+    Raises:
+        NotFound: there was none.
+    """
+    if name is None:
+        return None
+    rows = await connection.fetch(FIND_ENDPOINTS, name)
+    if not rows:
+        raise await not_found(connection, name)
+    return [row["id"] for row in rows]
+
+
+async def now(connection: Connection[Any]) -> datetime:
+    """The database's time, which is what events and dead letters carry."""
+    at: datetime = await connection.fetchval(READ_NOW)
+    return at

@@ -1,0 +1,80 @@
+"""`outbox erase`: asked first, counted, and journalled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.relay import fetchval, publish
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+
+@pytest.fixture
+def filled(database: Database) -> Database:
+    async def go() -> None:
+        for tenant, key in (("acme", "k1"), ("acme", "k2"), ("other", "k1")):
+            await publish(database, {"of": tenant}, tenant=tenant, key=key)
+
+    asyncio.run(go())
+    return database
+
+
+def left(database: Database) -> int:
+    sql = "SELECT count(*) FROM outbox WHERE payload IS NOT NULL"
+    return int(asyncio.run(fetchval(database, sql)))
+
+
+def test_a_tenant(outbox: Command, filled: Database) -> None:
+    dsn = filled.dsn
+    result = outbox("erase", "--tenant", "acme", "--dry-run", OUTBOX_DSN=dsn)
+    assert result.out == "would be erased: 2 events, 0 dead letters\n"
+    assert left(filled) == 3
+    result = outbox("erase", "--tenant", "acme", "--yes", OUTBOX_DSN=dsn)
+    assert result.out == "erased: 2 events, 0 dead letters, 0 answers\n"
+    assert left(filled) == 1
+    told = asyncio.run(fetchval(filled, "SELECT data FROM journal WHERE kind = 'erased'"))
+    assert json.loads(told)["tenant"] == "acme"
+
+
+def test_a_key_for_machines(outbox: Command, filled: Database) -> None:
+    later = ("--at", "2099-01-01T00:00:00Z")
+    outbox("publish", "a.b", "--key", "k1", *later, OUTBOX_DSN=filled.dsn)
+    nightly = ("nightly", "0 3 * * *", "--type", "a.b", "--key", "k1")
+    outbox("schedule", "add", *nightly, OUTBOX_DSN=filled.dsn)
+    result = outbox("erase", "--key", "k1", "--yes", "--json", OUTBOX_DSN=filled.dsn)
+    assert json.loads(result.out) == {
+        "dry_run": False,
+        "events": 2,
+        "future_events": 1,
+        "dead_letters": 0,
+        "answers": 0,
+        "schedules": ["nightly"],
+    }
+    assert left(filled) == 1
+    assert 'the schedule "nightly" goes on' in result.err
+    assert asyncio.run(fetchval(filled, "SELECT count(*) FROM future_event")) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "say one of --tenant T and --key K"),
+        (["--tenant", "a", "--key", "b"], "say one of --tenant T and --key K"),
+        (["--tenant", "acme"], "it cannot be taken back; say --yes to do it, or --dry-run"),
+    ],
+)
+def test_what_is_not_said_is_not_done(
+    outbox: Command, filled: Database, arguments: list[str], says: str
+) -> None:
+    result = outbox("erase", *arguments, OUTBOX_DSN=filled.dsn)
+    assert (result.code, result.out) == (2, "")
+    assert says in result.err
+    assert left(filled) == 3

@@ -1,0 +1,112 @@
+"""`outbox schedule`, and `outbox publish --at`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+
+pytestmark = pytest.mark.one_major
+
+NIGHTLY = ("schedule", "add", "nightly", "30 2 * * *", "--type", "report.due")
+
+
+def test_adding_shows_the_next_runs_in_their_zone(here: Command) -> None:
+    result = here(*NIGHTLY, "--timezone", "Asia/Kolkata", "--payload", '{"n": 1}')
+    run = r"\d{4}-\d\d-\d\d 02:30\+05:30"
+    wanted = f'schedule "nightly" runs at {run}, then at {run}, {run}\n'
+    assert re.fullmatch(wanted, result.out), result.out
+    again = here(*NIGHTLY)
+    assert again.code == 2
+    assert again.error == 'there is a schedule "nightly" already; --replace changes it'
+    changed = here(*NIGHTLY, "--replace", "--misfire", "skip", "--grace", "5m", "--json").json
+    assert (changed["timezone"], changed["misfire"], changed["grace_s"]) == ("UTC", "skip", 300.0)
+    assert len(changed["next_runs"]) == 3
+    assert changed["payload"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("x", "30 2 30 2 *", "--type", "a"), 'cron: "30 2 30 2 *": bad day-of-month'),
+        (("x", "@often", "--type", "a"), 'cron: "@often" is no nickname; there are: @yearly'),
+        (("x", "@daily", "--type", "a", "--timezone", "Berlin"), 'did you mean "Europe/Berlin"?'),
+        (("x y", "@daily", "--type", "a"), "name: 'x y' is not 1 to 100 letters"),
+        (("x", "@daily", "--type", "a b"), "type: 'a b' is not dot-separated"),
+        (("x", "@daily", "--type", "a", "--payload", "{"), "payload: not JSON"),
+        (("x", "@daily", "--type", "a", "--header", "X-Schedule=1"), "tells of the schedule"),
+        (("x", "@daily"), "missing option '--type'"),
+        (("x", "@daily", "--type", "a", "--misfire", "never"), "'never' is not one of"),
+    ],
+)
+def test_what_is_wrong_is_one_line(here: Command, arguments: tuple[str, ...], says: str) -> None:
+    result = here("schedule", "add", *arguments)
+    assert result.code == 2
+    assert says in result.error
+    assert here("schedule", "list", "--json").json["schedules"] == []
+
+
+def test_looking_at_them(here: Command) -> None:
+    empty = here("schedule", "list").out
+    assert empty == (
+        "no schedules; add one with: outbox schedule add NAME CRON --type TYPE\n"
+        "no event waits for its time\n"
+    )
+    here(*NIGHTLY, "--timezone", "Asia/Kolkata")
+    here("schedule", "add", "weekly", "@weekly", "--type", "a.b", "--key", "k")
+    here("schedule", "pause", "weekly", "--why", "too many")
+    here("publish", "a.b", "--at", "2100-01-01T00:00:00Z")
+    heading, nightly, weekly, waiting = here("schedule", "list").out.splitlines()
+    assert heading.split() == [
+        "NAME", "CRON", "ZONE", "TYPE", "STATE", "NEXT_RUN", "IN", "LAST_RUN",
+    ]  # fmt: skip
+    assert re.search(r"30 2 \* \* \* +Asia/Kolkata +report.due +active +\S+ 02:30\+05:30", nightly)
+    assert re.search(r"@weekly +UTC +a.b +paused +- +- +-", weekly)
+    assert re.fullmatch(r"1 event waits for its time; the first comes in \d{5}d .*", waiting)
+    listed = here("schedule", "list", "--limit", "1", "--json")
+    assert [each["name"] for each in listed.json["schedules"]] == ["nightly"]
+    assert listed.json["future_events"] == {"events": 1, "first_at": "2100-01-01T00:00:00Z"}
+    assert listed.err == "there are more; go on with: --after nightly\n"
+    (rest,) = here("schedule", "list", "--after", "nightly", "--json").json["schedules"]
+    assert rest["next_runs"] == []
+    shown = here("schedule", "show", "weekly").out
+    for line in ("cron          @weekly in UTC", "why           too many", "key           k"):
+        assert line in shown.splitlines()
+
+
+def test_the_life_of_a_schedule(here: Command) -> None:
+    here(*NIGHTLY)
+    assert here("schedule", "pause", "nightly").out == 'schedule "nightly" is paused\n'
+    stays = 'schedule "nightly" stays paused; go on with: outbox schedule resume nightly\n'
+    assert here(*NIGHTLY, "--replace").out == stays
+    run = here("schedule", "run-now", "nightly", "--json").json["id"]
+    assert here("schedule", "show", "nightly", "--json").json["last_event"] == run
+    resumed = here("schedule", "resume", "nightly").out
+    assert re.fullmatch(r'schedule "nightly" runs again at \S+ 02:30\+00:00\n', resumed)
+    assert here("schedule", "remove", "nightly").out == 'removed schedule "nightly"\n'
+    gone = here("schedule", "run-now", "nightly")
+    assert gone.code == 2
+    assert gone.error == 'there is no schedule "nightly"; see: outbox schedule list'
+
+
+def test_publishing_later(here: Command) -> None:
+    later = here(
+        "publish", "a.b", "--at", "2100-01-01T01:00:00+01:00", "--once", "k", "--json"
+    ).json
+    assert later["published"] is True
+    taken = here("publish", "a.b", "--deliver-at", "2100-01-01T01:00:00+01:00", "--once", "k")
+    assert taken.out == 'not published: the once key "k" was already taken\n'
+    said = here("publish", "a.b", "--at", "2100-01-01T00:00:00Z").out
+    assert re.fullmatch(r"published \S+, due 2100-01-01 \d\d:00:00\+\d\d:\d\d\n", said)
+    for wrong, says in (
+        ("2100-01-01T00:00", "does not say its zone; write 2100-01-01T00:00Z or"),
+        ("tomorrow", '"tomorrow" is not a time such as 2027-01-31T09:00:00Z'),
+    ):
+        result = here("publish", "a.b", "--at", wrong)
+        assert result.code == 2
+        assert says in result.error
+    assert here("schedule", "list", "--json").json["future_events"]["events"] == 2

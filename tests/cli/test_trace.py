@@ -1,0 +1,138 @@
+"""`outbox trace`: what a person on call reads."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pytest
+from structlog.testing import capture_logs
+
+from outbox.core.answer import Answer
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    Sent,
+    add_endpoint,
+    all_ended,
+    publish,
+    running,
+)
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+
+def script(sent: Sent) -> Answer:
+    """Busy twice, then it is taken; `audit` takes nothing."""
+    if sent.url.endswith("audit"):
+        return REFUSED
+    headers = (("X-Request-Id", f"r-{sent.attempt}"),)
+    if sent.attempt < 3:
+        return Answer.of(503, 0.012, headers=headers, body=b"try\x1b[31m later\n")
+    return OK
+
+
+@pytest.fixture
+def traced(database: Database) -> Database:
+    """An order whose two events one endpoint has, another refused, and a third never wanted."""
+
+    async def go() -> None:
+        await add_endpoint(database)
+        await add_endpoint(database, "audit")
+        await add_endpoint(database, "billing", types=["invoice.*"])
+        async with running(database, Network(script)):
+            await publish(database, {"order": 17}, {"paid": True}, key="order-17")
+            await all_ended(database)
+
+    with capture_logs():
+        asyncio.run(go())
+    return database
+
+
+def test_as_a_person_reads_it(outbox: Command, traced: Database) -> None:
+    result = outbox("trace", "order-17", "--limit", "1", OUTBOX_DSN=traced.dsn)
+    assert result.code == 0
+    assert result.err == "outbox: warning: there are older events; the next page: --before 2\n"
+    event, audit, shop, why = result.out.split("\n\n")
+    pairs = dict(re.split(r"  +", line, maxsplit=1) for line in event.splitlines())
+    assert UUID(pairs.pop("event"))
+    assert re.fullmatch(r"\+[0-9.]+ m?s in batch \d", pairs.pop("sequenced"))
+    assert re.fullmatch(r"20\d\d-.*", pairs.pop("published"))
+    assert pairs == {
+        "found by": "key",
+        "outbox id": "2",
+        "type": "a.b",
+        "key": "order-17",
+        "payload": "14 bytes",
+        "not for": "1 not for its type (billing)",
+    }
+    assert _lines(audit) == [
+        "audit  dead  number 2 of lane LANE-1-0  X-Delivery UUID",
+        "numbered",
+        "attempt 1  400 after 1.0 ms  no",
+        "given up (refused) as dead letter 2",
+    ]
+    assert _lines(shop) == [
+        "shop  delivered  number 2 of lane LANE-1-0  X-Delivery UUID",
+        "numbered",
+        "attempt 1  503 after 12 ms  x-request-id r-1  try\ufffd[31m later\ufffd",
+        "attempt 2  503 after 12 ms  x-request-id r-2  try\ufffd[31m later\ufffd",
+        "attempt 3  204 after 1.0 ms",
+    ]
+    assert _lines(why) == [
+        "why it is not delivered",
+        "- audit: number 2 of lane LANE-1-0 was given up because its receiver refused it; "
+        "it is dead letter 2: outbox dead replay 2",
+    ]
+
+
+def _lines(block: str) -> list[str]:
+    """Without what differs from run to run."""
+    block = re.sub(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "UUID", block)
+    block = re.sub(r"[0-9a-f]{12}-1-0", "LANE-1-0", block)
+    return [re.sub(r"^ *(\+[0-9.]+ m?s  )?", "", line) for line in block.splitlines()]
+
+
+def test_as_a_program_reads_it(outbox: Command, traced: Database) -> None:
+    told = outbox("trace", "order-17", "--payload", "--json", OUTBOX_DSN=traced.dsn).json
+    assert (told["version"], told["found_by"], told["more"]) == (1, "key", False)
+    newest, oldest = told["events"]
+    assert (newest["event"]["payload"], oldest["event"]["payload"]) == (
+        {"paid": True},
+        {"order": 17},
+    )
+    audit, shop = newest["deliveries"]
+    assert (audit["fate"], audit["letter"]["reason"]) == ("dead", "refused")
+    assert (shop["fate"], shop["letter"], shop["standing"]) == ("delivered", None, None)
+    assert [a["status"] for a in shop["attempts"]] == [503, 503, 204]
+    assert shop["attempts"][0]["answer"]["headers"] == {"x-request-id": "r-1"}
+    assert newest["missed"] == [{"why": "type", "endpoints": 1, "examples": ["billing"]}]
+    assert len(newest["diagnosis"]) == 1
+
+
+def test_one_endpoint_alone(outbox: Command, traced: Database) -> None:
+    def ask(endpoint: str) -> Any:
+        dsn = {"OUTBOX_DSN": traced.dsn}
+        told = outbox("trace", "order-17", "--endpoint", endpoint, "--json", **dsn).json
+        return told["events"][0]
+
+    assert [d["endpoint"] for d in ask("shop")["deliveries"]] == ["shop"]
+    assert ask("shop")["diagnosis"] == []
+    assert ask("billing")["diagnosis"] == [
+        "no endpoint subscribed to it: 1 not for its type (billing)"
+    ]
+
+
+def test_what_is_not_there(here: Command) -> None:
+    result = here("trace", "order-18")
+    assert result.code == 2
+    assert result.error.startswith('nothing is known of "order-18": ')
+    assert here("trace", "x", "--endpoint", "nobody").error.startswith("there is no endpoint")
+    assert here("trace", "\x1b[2J").error.count("\x1b") == 0

@@ -1,0 +1,105 @@
+"""`outbox verify --repair`: asks, mends, tells, and looks again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.support.relay import Network, add_endpoint, all_ended, fetchval, publish, running
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+
+@pytest.fixture
+def damaged(database: Database) -> Database:
+    """Three deliveries and a counter that forgot two of them."""
+
+    async def go() -> None:
+        await add_endpoint(database)
+        async with running(database, Network()):
+            await publish(database, 1, 2, 3)
+            await all_ended(database)
+        async with database.connection() as db:
+            await db.execute("UPDATE relay.lane_counter SET last_seq = 1")
+
+    with capture_logs():
+        asyncio.run(go())
+    return database
+
+
+def counter(database: Database) -> int:
+    last_seq: int = asyncio.run(fetchval(database, "SELECT last_seq FROM lane_counter"))
+    return last_seq
+
+
+def test_a_repair_is_told_and_verified(here: Command, damaged: Database) -> None:
+    found = here("verify")
+    assert found.code == 1
+    assert "numbered: lane 1: counter 1, 3 deliveries from 1 to 3\n" in found.out
+    assert "    → where --repair leaves one, numbers are missing: " in found.out
+    planned = here("verify", "--repair", "--dry-run")
+    assert (planned.code, counter(damaged)) == (1, 1)
+    assert planned.out.startswith(
+        "this would be mended:\n  lane 1: counter 1, the highest number is 3\n"
+        "    → count on from the highest number that was given out\n\n"
+    )
+    mended = here("verify", "--repair", "--yes")
+    assert (mended.code, counter(damaged)) == (0, 3)
+    assert mended.out.startswith("mended:\n  lane 1: counter 1, the highest number is 3\n")
+    assert "every promise holds; looked at 3 events" in mended.out
+    again = here("verify", "--repair", "--yes")
+    assert again.code == 0
+    assert again.out.startswith("there is nothing to mend\n")
+
+
+def test_a_repair_as_json(here: Command, damaged: Database) -> None:
+    what = {
+        "repair": "counters",
+        "what": "lane 1: counter 1, the highest number is 3",
+        "does": "count on from the highest number that was given out",
+        "before": 1,
+        "after": 3,
+    }
+    planned = here("verify", "--repair", "--dry-run", "--json").json
+    assert planned["would_repair"] == [what]
+    assert planned["violations"] == 2
+    mended = here("verify", "--repair", "--yes", "--json").json
+    assert (mended["repaired"], mended["violations"]) == ([what], 0)
+    assert counter(damaged) == 3
+    assert "repaired" not in here("verify", "--json").json
+
+
+def test_what_cannot_be_mended_stays_an_exception(here: Command, damaged: Database) -> None:
+    asyncio.run(fetchval(damaged, "DELETE FROM attempt WHERE seq = 2"))
+    mended = here("verify", "--repair", "--yes", "--json")
+    assert mended.code == 1
+    assert [r["repair"] for r in mended.json["repaired"]] == ["counters"]
+    (left,) = [c for c in mended.json["checks"] if c["violations"]]
+    assert left["name"] == "accounted"
+    assert "ask the receiver" in left["do"]
+
+
+def test_nobody_is_taken_by_surprise(
+    here: Command, damaged: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unasked = here("verify", "--repair")
+    assert unasked.code == 2
+    assert "say --yes, or --dry-run to see how" in unasked.error
+    alone = here("verify", "--yes")
+    assert (alone.code, alone.error) == (2, "--yes and --dry-run go with --repair")
+    monkeypatch.setattr("outbox.cli.verify._is_asked", lambda: True)
+    refused = here("verify", "--repair", stdin=b"n\n")
+    assert refused.code == 2
+    assert "this can be mended:\n  lane 1: counter 1" in refused.err
+    assert "mend 1 damage? [y/N]" in refused.err
+    assert "nothing was changed" in refused.err
+    assert counter(damaged) == 1
+    assert here("verify", "--repair", stdin=b"y\n").code == 0
+    assert counter(damaged) == 3

@@ -1,0 +1,330 @@
+"""An endpoint gets its history once more: in order, each event once, beside what is live."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core import pacing
+from outbox.core.identity import delivery_id
+from outbox.errors import NotFound, UsageError
+from outbox.relay.cursor import Turn
+from outbox.store import (
+    backfill,
+    dead,
+    endpoint_removal,
+    endpoint_states,
+    jobs,
+    lookup,
+    replays,
+    trace,
+)
+from outbox.store.backfill import Backfill
+from outbox.store.selection import Selection
+from tests.support import ranges
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+pytestmark = pytest.mark.one_major
+
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+BACKFILLED = (
+    "SELECT array_agg(outbox_id::int ORDER BY lane_id, seq) FROM delivery WHERE backfill_id = $1"
+)
+PASSED = "SELECT (SELECT max(high) FROM batch) = (SELECT max(id) FROM outbox)"
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+@pytest.fixture
+def unpaced() -> Iterator[None]:
+    """In helpings of four, one in each batch."""
+    with ranges.unpaced(4):
+        yield
+
+
+async def ask(db: Connection[Any], endpoint: str = "shop", **options: Any) -> int:
+    return await backfill.ask(
+        db, "relay", Backfill(endpoint, **({"since": LONG_AGO} | options)), actor="ann@desk"
+    )
+
+
+def backfilled(sent: list[Sent]) -> list[Any]:
+    return [s.body["data"] for s in sent if "backfill" in s.body]
+
+
+async def test_what_was_published_before_it_came_and_what_it_had_already(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, "old")
+    network = Network()
+    async with running(database, network):
+        await publish(database, *range(5), key="k")
+        await all_ended(database)
+        added = await add_endpoint(database, "shop", url="http://shop.test/")
+        asked = Backfill("shop", LONG_AGO)
+        assert await backfill.plan(db, "relay", asked) == 5
+        assert await db.fetchval("SELECT count(*) FROM replay_job") == 0
+        job = await ask(db)
+        await publish(database, "live", key="k")
+        await all_ended(database)
+        again = await ask(db, "old")
+        await all_ended(database)
+    at_shop = [s for s in network.accepted if s.lane.startswith(added.id.hex[:12])]
+    assert backfilled(at_shop) == list(range(5))
+    assert [s.body["data"] for s in at_shop if "backfill" not in s.body] == ["live"]
+    assert {s.body["backfill"] for s in at_shop if "backfill" in s.body} == {job}
+    at_old = [s for s in network.accepted if s not in at_shop]
+    assert [s.body["data"] for s in at_old] == [*range(5), "live", *range(5), "live"]
+    # What a receiver has had it must not take for a copy.
+    assert len({s.delivery for s in network.accepted}) == len(network.accepted)
+    for sent in network.accepted:
+        assert "replay_of" not in sent.body
+    for job_id in (job, again):
+        done = await jobs.get(db, "relay", job_id)
+        assert (done.state, done.stopped, done.share) == ("done", {}, 1.0)
+    story = await trace.read(db, "relay", 1)
+    assert [(d.endpoint, d.backfill) for d in story.deliveries] == [
+        ("old", None), ("old", again), ("shop", job),
+    ]  # fmt: skip
+    for told in story.deliveries:
+        found = await lookup.find(db, "relay", str(told.delivery_id))
+        assert (found.by, found.outbox_ids) == ("X-Delivery", (1,))
+    assert await exceptions(database) == {}
+
+
+async def test_some_of_it(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, types=("a.*",), filter="@.n > 1")
+    for n in range(6):
+        await publish(database, {"n": n}, type="a.b" if n % 2 else "a.c")
+    await publish(database, {"n": 9}, type="b.c")
+    await db.execute(
+        "UPDATE outbox SET created_at = '2026-01-01Z'::timestamptz + id * interval '1 h'"
+    )
+    await ranges.sequence_all(database)
+    first = datetime(2026, 1, 1, tzinfo=UTC)
+    for options, expected in (
+        ({}, [3, 4, 5, 6]),
+        ({"types": ("a.b",)}, [4, 6]),
+        ({"types": ("b.*",)}, None),
+        ({"since": first + timedelta(hours=4)}, [4, 5, 6]),
+        ({"until": first + timedelta(hours=5)}, [3, 4]),
+        ({"since": first + timedelta(days=9)}, None),
+    ):
+        asked: dict[str, Any] = {"since": LONG_AGO, **options}
+        planned = await backfill.plan(db, "relay", Backfill("shop", **asked))
+        job = await ask(db, **asked)
+        await ranges.sequence_all(database)
+        assert await db.fetchval(BACKFILLED, job) == expected, options
+        assert planned == len(expected or ())
+        assert (await jobs.get(db, "relay", job)).state == "done"
+    assert await exceptions(database) == {}
+
+
+async def test_what_comes_to_light_in_a_gap_comes_live_and_only_so(
+    database: Database, db: Connection[Any], unpaced: None
+) -> None:
+    await add_endpoint(database)
+    late = await database.connect(server_settings={"search_path": "relay"})
+    insert = "INSERT INTO outbox (type, payload) VALUES ('a.b', '{}')"
+    await publish(database, 1)
+    transaction = late.transaction()
+    await transaction.start()
+    await late.execute(insert)
+    await publish(database, 3, 4)
+    worker = await ranges.sequencer(database)
+    assert await worker.turn() is Turn.MOVED
+    job = await ask(db)
+    await transaction.commit()
+    await ranges.sequence_all(database)
+    assert await db.fetchval(BACKFILLED, job) == [1, 3, 4]
+    live = "SELECT array_agg(outbox_id::int ORDER BY seq) FROM delivery WHERE backfill_id IS NULL"
+    assert await db.fetchval(live) == [1, 3, 4, 2]
+    assert await exceptions(database) == {}
+
+
+async def test_who_follows_another_leader_goes_on_where_it_was(
+    database: Database, db: Connection[Any], unpaced: None
+) -> None:
+    await add_endpoint(database, lanes=2)
+    await publish(database, *range(20), key=None)
+    first, second = [await ranges.sequencer(database) for _ in range(2)]
+    await ranges.turn(first)
+    job = await ask(db)
+    for n in range(20):
+        await ranges.turn((first, second)[n // 2 % 2])
+    assert sorted(await db.fetchval(BACKFILLED, job)) == list(range(1, 21))
+    assert (await jobs.get(db, "relay", job)).state == "done"
+    assert await exceptions(database) == {}
+
+
+async def test_an_abort_takes_nothing_more(
+    database: Database, db: Connection[Any], unpaced: None
+) -> None:
+    await add_endpoint(database)
+    await publish(database, *range(20))
+    worker = await ranges.sequencer(database)
+    await worker.turn()
+    job = await ask(db)
+    for _ in range(3):
+        await ranges.turn(worker)
+    aborted = await jobs.abort(db, "relay", job, actor="bob@desk")
+    assert 0 < aborted.taken < 20
+    for _ in range(5):
+        await ranges.turn(worker)
+    assert len(await db.fetchval(BACKFILLED, job)) == aborted.taken
+    shown = await jobs.get(db, "relay", job)
+    assert (shown.state, shown.open) == ("aborted", 0)
+    with pytest.raises(UsageError, match=f"job {job} was aborted already; see: outbox replay show"):
+        await jobs.abort(db, "relay", job, actor="test")
+    with pytest.raises(NotFound, match="there is no replay job 99; see: outbox replay list"):
+        await jobs.abort(db, "relay", 99, actor="test")
+    actors = await db.fetch(
+        "SELECT kind, actor FROM journal WHERE kind LIKE '%fill%' OR kind LIKE 'replay%'"
+    )
+    assert [tuple(r) for r in actors][:2] == [
+        ("backfill_asked", "ann@desk"),
+        ("replay_aborted", "bob@desk"),
+    ]
+    assert await exceptions(database) == {}
+
+
+async def test_an_aborted_replay_leaves_dead_letters_as_they_were(
+    database: Database, db: Connection[Any], unpaced: None
+) -> None:
+    await add_endpoint(database)
+    await publish(database, *range(10))
+    await ranges.sequence_all(database)
+    await ranges.give_up(db)
+    outcome = await replays.replay(db, "relay", Selection(everything=True), actor="test")
+    worker = await ranges.sequencer(database)
+    assert [await worker.turn() for _ in range(2)] == [Turn.IDLE, Turn.MOVED]
+    assert outcome.job is not None
+    assert (await jobs.abort(db, "relay", outcome.job, actor="test")).taken == 4
+    (row,) = await dead.page(db, "relay")
+    assert (row.state, row.sequence, row.to_sequence) == ("dead", 1, 10)
+    await ranges.sequence_all(database)
+    assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id IS NOT NULL") == 4
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize("state", ["disabled", "removed", "unsubscribed"])
+async def test_it_ends_when_the_endpoint_gets_nothing_more(
+    database: Database, db: Connection[Any], unpaced: None, state: str
+) -> None:
+    made = await add_endpoint(database)
+    await publish(database, *range(20))
+    worker = await ranges.sequencer(database)
+    await worker.turn()
+    job = await ask(db)
+    await ranges.turn(worker)
+    await ranges.turn(worker)
+    if state == "disabled":
+        await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", made.id)
+        await db.execute("UPDATE cursor SET version = version + 1")
+    elif state == "removed":
+        await endpoint_removal.remove(db, "relay", "shop", actor="test", give_up=True)
+    else:
+        await endpoint_removal.drain(db, "relay", "shop", actor="test")
+    for _ in range(4):
+        await ranges.turn(worker)
+    shown = await jobs.get(db, "relay", job)
+    assert (shown.state, shown.stopped) == ("done", {state: 1})
+    assert 0 < shown.taken < 20
+    with pytest.raises((UsageError, NotFound)):
+        await ask(db)
+
+
+async def test_lanes_are_changed_meanwhile(
+    database: Database, db: Connection[Any], unpaced: None
+) -> None:
+    made = await add_endpoint(database, lanes=1)
+    for n in range(12):
+        await publish(database, n, key=f"k{n % 3}")
+    worker = await ranges.sequencer(database)
+    await worker.turn()
+    job = await ask(db)
+    for _ in range(2):
+        await ranges.turn(worker)
+    await ranges.change_lanes(db, made.id, 3)
+    await ranges.sequence_all(database)
+    sql = """SELECT array_agg(d.outbox_id::int ORDER BY d.seq) AS ids FROM delivery d
+               JOIN lane l ON l.id = d.lane_id WHERE d.backfill_id = $1
+              GROUP BY l.generation, l.slot ORDER BY l.generation, l.slot"""
+    lanes = [row["ids"] for row in await db.fetch(sql, job)]
+    assert len(lanes) > 2
+    assert all(ids == sorted(ids) for ids in lanes)
+    assert sorted(i for ids in lanes for i in ids) == list(range(1, 13))
+    network = Network()
+    async with running(database, network):
+        await all_ended(database)
+    assert sorted(backfilled(network.accepted)) == list(range(12))
+    assert await exceptions(database) == {}
+
+
+async def test_one_that_dies_keeps_its_x_delivery_when_it_is_replayed(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    network = Network(lambda sent: REFUSED if "backfill" in sent.body else OK)
+    async with running(database, network):
+        await publish(database, "a")
+        await all_ended(database)
+        job = await ask(db)
+        await all_ended(database)
+        network.script = lambda _: OK
+        await replays.replay(db, "relay", Selection(everything=True), actor="test")
+        await all_ended(database)
+    first, refused, again = network.sent
+    event_id = await db.fetchval("SELECT event_id FROM outbox")
+    assert first.delivery == str(delivery_id(made.id, 1, event_id))
+    assert refused.delivery == again.delivery == str(delivery_id(made.id, 1, event_id, job))
+    assert again.body["replay_of"]["sequence"] == refused.seq
+    assert again.body["backfill"] == job
+    assert await exceptions(database) == {}
+
+
+async def test_no_more_than_a_helping_is_in_the_lanes(
+    database: Database, db: Connection[Any]
+) -> None:
+    """Of a paused endpoint nothing is delivered, so the first one is the last."""
+    await add_endpoint(database)
+    network = Network()
+    async with running(database, network):
+        await publish(database, *range(200))
+        await all_ended(database)
+        await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+        job = await ask(db)
+        taken = "SELECT taken FROM replay_part WHERE job_id = $1"
+        await until(lambda: db.fetchval(taken, job))
+        # Ten live events are sequenced after it, and so has whatever was due.
+        for n in range(10):
+            await publish(database, f"live {n}")
+            await until(lambda: db.fetchval(PASSED))
+        assert 0 < await db.fetchval(taken, job) <= pacing.PER_LANE_MAX
+        await endpoint_states.resume(db, "relay", ["shop"], actor="test")
+        await all_ended(database, timeout_s=60)
+    assert backfilled(network.accepted) == list(range(200))
+    assert await exceptions(database) == {}

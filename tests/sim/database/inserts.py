@@ -1,0 +1,47 @@
+"""INSERT INTO outbox, whoever makes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from tests.sim.database.tables import SCHEMA, Event
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from tests.sim.database.engine import Steps, Transaction
+    from tests.sim.database.tables import Database
+
+
+def insert_event(
+    db: Database,
+    tx: Transaction,
+    kind: str,
+    key: str | None,
+    payload: str,
+    expires_at: datetime | None = None,
+) -> Steps:
+    """One row; returns it."""
+    db.holders[tx.vxid] = None  # Taken before the sequence gives a value.
+    if db.rng.random() < 0.3:
+        yield db.pause_s()
+    db.last_id += 1
+    new = db.last_id
+    if db.rng.random() < 0.3:
+        yield db.pause_s()
+    event = Event(
+        new,
+        UUID(int=(new << 64) | 0x8000_0000_0000_0000),
+        kind,
+        key,
+        payload,
+        db.clock_timestamp(),
+        expires_at,
+        new if key is None else db.spread_of(key),
+    )
+    tx.append(lambda: db.add_event(event))
+    tx.notes.append(("event", (new, tx.quiet)))
+    if db.flag_seen_by(tx) > db.wall() and not tx.quiet:
+        tx.notify(SCHEMA, "")
+    return event

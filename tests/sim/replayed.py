@@ -1,0 +1,142 @@
+"""What is sent again: each number and each event of a backfill once, and only while asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.sim.books import Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    from tests.sim.books import LaneBook
+    from tests.sim.database.engine import Row, Transaction
+    from tests.sim.database.tables import Database, Given
+
+
+class Replayed:
+    """Watches the replays of one run.
+
+    Args:
+        batch_of: the batch that saw an event.
+    """
+
+    def __init__(self, database: Database, batch_of: Callable[[int], int]) -> None:
+        self._db = database
+        self._batch_of = batch_of
+        # By job, the newest batch when it was asked for.
+        self._asked_in: dict[int, int] = {}
+        self._aborted: set[int] = set()
+        # By replay and by backfill, what was given, and the last one in each lane.
+        self._numbers: dict[int, set[int]] = {}
+        self._events: dict[int, set[int]] = {}
+        self._last: dict[tuple[str, int, int], int] = {}
+        # By endpoint, the newest batch with a helping, and where that went.
+        self._helpings: dict[UUID, tuple[int, list[tuple[LaneBook, int]]]] = {}
+
+    def committed(self, tx: Transaction) -> None:
+        """Jobs were asked for, or aborted."""
+        for job_id, row in (tx.writes.get(self._db.replay_job) or {}).items():
+            assert row is not None
+            self._asked_in.setdefault(job_id, self._db.batches[-1].batch)
+
+    def settled(self, tx: Transaction) -> None:
+        """After everything that a transaction gave was heard of."""
+        for job_id, row in (tx.writes.get(self._db.replay_job) or {}).items():
+            if row is not None and row["state"] == "aborted":
+                self._aborted.add(job_id)
+
+    def given(self, each: Given, book: LaneBook) -> None:
+        """A number was given to something that is sent again.
+
+        Raises:
+            Violation: it should not have been.
+        """
+        self._on_top(each, book)
+        if each.replay_id is None:
+            self._backfilled(each, book)
+            return
+        replay = self._db.replay.rows[each.replay_id]
+        letter = self._db.dead_letter.rows[replay["dead_id"]]
+        where = f"lane {book.id}/{each.seq}: number {each.replay_seq} of lane {letter['lane_id']}"
+        self._running(replay["job_id"], where)
+        assert each.replay_seq is not None
+        if letter["endpoint_id"] != book.endpoint_id:
+            raise Violation("replay", f"{where} is another endpoint's")
+        if not letter["seq"] <= each.replay_seq <= letter["to_seq"]:
+            raise Violation("replay", f"{where} is not of letter {letter['id']}")
+        was = self._db.given(letter["lane_id"], each.replay_seq)
+        if (was.outbox_id, was.backfill_id) != (each.outbox_id, each.backfill_id):
+            raise Violation("replay", f"{where} was {was}")
+        self._once(self._numbers, each.replay_id, each.replay_seq, where)
+        self._in_order("replay", each.replay_id, book.id, each.replay_seq, where)
+
+    def _backfilled(self, each: Given, book: LaneBook) -> None:
+        assert each.backfill_id is not None
+        where = f"lane {book.id}/{each.seq}: event {each.outbox_id} of backfill {each.backfill_id}"
+        self._running(each.backfill_id, where)
+        if (each.backfill_id, book.endpoint_id) not in self._db.replay_part.rows:
+            raise Violation("replay", f"{where} is for another endpoint")
+        if self._batch_of(each.outbox_id) > self._asked_in[each.backfill_id]:
+            raise Violation("replay", f"{where} was sequenced after it was asked for, and is live")
+        self._once(self._events, each.backfill_id, each.outbox_id, where)
+        self._in_order("backfill", each.backfill_id, book.id, each.outbox_id, where)
+
+    def _on_top(self, each: Given, book: LaneBook) -> None:
+        batch, helping = self._helpings.get(book.endpoint_id, (0, []))
+        if each.batch > batch:
+            for other, seq in helping:
+                if seq > other.ended_through and seq not in other.ended:
+                    where = f"batch {each.batch} comes on top of {batch}"
+                    raise Violation("pace", f"{where}: lane {other.id}/{seq} is still owed")
+            helping = []
+        self._helpings[book.endpoint_id] = (each.batch, [*helping, (book, each.seq)])
+
+    def _running(self, job_id: int, where: str) -> None:
+        if job_id in self._aborted:
+            raise Violation("replay", f"{where}: job {job_id} was aborted")
+
+    def _once(self, given: dict[int, set[int]], what: int, number: int, where: str) -> None:
+        if number in given.setdefault(what, set()):
+            raise Violation("replay", f"{where} is sent again a second time")
+        given[what].add(number)
+
+    def _in_order(self, kind: str, what: int, lane_id: int, number: int, where: str) -> None:
+        if number <= self._last.get((kind, what, lane_id), 0):
+            raise Violation("replay", f"{where} comes after a later one")
+        self._last[kind, what, lane_id] = number
+
+    def audit(self) -> None:
+        """At rest: everything that was asked for was given, and nothing else is claimed.
+
+        Raises:
+            Violation: something is missing.
+        """
+        for replay in self._db.replay.rows.values():
+            seq = self._db.dead_letter.rows[replay["dead_id"]]["seq"]
+            given = self._numbers.get(replay["id"], set())
+            if given != set(range(seq, replay["next_seq"])):
+                raise Violation("replay", f"{replay}: given were {sorted(given)}")
+            if replay["next_seq"] <= replay["to_seq"]:
+                raise Violation("replay", f"{replay} was forgotten")
+        for part in self._db.replay_part.rows.values():
+            if self._db.replay_job.rows[part["job_id"]]["kind"] == "history":
+                self._audit_backfill(part)
+
+    def _audit_backfill(self, part: Row) -> None:
+        db = self._db
+        job = db.replay_job.rows[part["job_id"]]
+        given = self._events.get(part["job_id"], set())
+        if part["taken"] != len(given):
+            raise Violation("replay", f"{part}: given were {sorted(given)}")
+        if part["why"] is not None:
+            return
+        types = db.endpoint.rows[part["endpoint_id"]]["types"]
+        for event in db.outbox.values():
+            covered = part["first_id"] <= event.id <= part["last_id"]
+            wanted = event.type in types or "**" in types
+            late = any(gap.lower <= event.id < gap.upper for gap in job["gaps"])
+            asked = covered and wanted and event.created_at >= job["since"] and not late
+            if asked and event.id not in given:
+                raise Violation("replay", f"backfill {part}: {event.id} is missing")
