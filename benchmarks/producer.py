@@ -17,17 +17,18 @@ import asyncpg
 
 from benchmarks.receiver import new_event_loop, say
 
+WHAT = ("domain", "event", "event-alone", "notify")
 ACCOUNTS = 10_000
 FILLER = "x" * 170
 
 # One statement each, so that the machine is the relay's and not ours.
 DOMAIN_WRITE = "UPDATE account SET balance = balance + 1 WHERE id = $1"
-PUBLISH = f"""
-WITH domain AS ({DOMAIN_WRITE})
+PUBLISH_ALONE = f"""
 INSERT INTO relay.outbox (type, key, payload)
-VALUES ('order.paid', 'order-' || $2::int,
-        jsonb_build_object('n', $2::int, 'filler', '{FILLER}'))
+VALUES ('order.paid', 'order-' || $1::int,
+        jsonb_build_object('n', $1::int, 'filler', '{FILLER}'))
 """
+PUBLISH = f"WITH domain AS ({DOMAIN_WRITE}) {PUBLISH_ALONE.replace('$1', '$2')}"
 NOTIFY = f"WITH domain AS ({DOMAIN_WRITE}) SELECT pg_notify('bench', $2::int::text)"
 
 
@@ -47,6 +48,8 @@ class Writer:
                 await db.execute(NOTIFY, account, n)
             case "event":
                 await db.execute(PUBLISH, account, n)
+            case "event-alone":
+                await db.execute(PUBLISH_ALONE, n)
             case _:
                 await db.execute(DOMAIN_WRITE, account)
         sent_at = time.monotonic_ns()
@@ -114,7 +117,7 @@ async def run(given: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("dsn")
-    parser.add_argument("--what", choices=("domain", "event", "notify"), required=True)
+    parser.add_argument("--what", choices=WHAT, required=True)
     parser.add_argument("--writers", type=int, required=True)
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--per-s", type=float, help="Paced; else as fast as it goes.")

@@ -66,8 +66,9 @@ TITLES = {
     ),
     "horizon": (
         "A pinned horizon",
-        "500 events a second through one relay while another session's transaction stays open, "
-        "and keeps every dead row; its last fifth, beside the same load before it began.",
+        "500 events a second through one relay, when another session's transaction has been open "
+        "for ten minutes of that and keeps every dead row; in turns with a database where there "
+        "is none.",
     ),
 }
 """Of every section: what it is called, and what it says."""

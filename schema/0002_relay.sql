@@ -302,7 +302,8 @@ CREATE TABLE dead_letter (
                                    'backlog', 'disabled', 'removed')),
     attempts     integer     NOT NULL,
     last_answer  jsonb,                        -- bounded; NULL: never sent
-    at           timestamptz NOT NULL DEFAULT clock_timestamp(),
+    began_at     timestamptz NOT NULL DEFAULT clock_timestamp(),
+    at           timestamptz NOT NULL DEFAULT clock_timestamp(),  -- the last of a range
     state        text        NOT NULL DEFAULT 'dead'
                  CHECK (state IN ('dead', 'replaying', 'discarded')),
     replica_id   bigint,

@@ -48,7 +48,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
             *await replicas.idle(stage, 1.5),
             *await failover.run(stage, 1),
             *await commands.run(stage, 1, Past(200, 20, 10)),
-            *await horizon.run(stage, 0.4, 1),
+            *await horizon.run(stage, 0.4, 1, 0.4),
         ]
 
     monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})

@@ -82,14 +82,15 @@ given_up AS (
 followed AS MATERIALIZED (
     SELECT x.id, g.to_seq
       FROM given_up g CROSS JOIN LATERAL (
-           SELECT id, to_seq, outbox_id, reason, state, at FROM dead_letter
+           SELECT id, to_seq, outbox_id, reason, state, began_at
+             FROM dead_letter
             WHERE lane_id = g.lane_id AND seq < g.seq
             ORDER BY seq DESC LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED) x
      WHERE g.outbox_id IS NULL AND x.to_seq = g.seq - 1 AND x.outbox_id IS NULL
        AND x.reason = g.reason AND x.state = 'dead'
-       AND x.at > clock_timestamp() - make_interval(secs => {RANGE_GROWS_S})),
+       AND x.began_at > clock_timestamp() - make_interval(secs => {RANGE_GROWS_S})),
 extended AS (
-    UPDATE dead_letter x SET to_seq = f.to_seq
+    UPDATE dead_letter x SET to_seq = f.to_seq, at = clock_timestamp()
       FROM followed f WHERE x.id = f.id
     RETURNING x.lane_id),
 buried AS (

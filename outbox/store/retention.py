@@ -124,7 +124,7 @@ _ASKED_FOR = """
 _OPEN_RANGE = f"""
     d.outbox_id IS NULL AND d.state = 'dead'
     AND d.endpoint_id NOT IN (SELECT id FROM endpoint WHERE state = 'removed')
-    AND ($1::float8 IS NULL OR d.at > clock_timestamp() - make_interval(secs => $1)
+    AND ($1::float8 IS NULL OR d.began_at > clock_timestamp() - make_interval(secs => $1)
          OR {_ASKED_FOR})
 """  # noqa: S608 (constants only)
 

@@ -270,7 +270,7 @@ async def test_a_hole_that_grows_is_a_new_one_after_a_while(database: Database) 
     async with running(database, Network(lambda _: BUSY)):
         await given_up(5, [3])
         await given_up(3, [6])
-        older = "UPDATE dead_letter SET at = at - make_interval(secs => $1)"
+        older = "UPDATE dead_letter SET began_at = began_at - make_interval(secs => $1)"
         await fetchval(database, older, RANGE_GROWS_S)
         await given_up(3, [6, 3])
     assert await exceptions(database) == {}

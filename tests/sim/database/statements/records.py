@@ -122,13 +122,14 @@ def bury(db: Database, tx: Transaction, dead: Row, endpoint_id: UUID) -> None:
             and last["to_seq"] == dead["seq"] - 1
             and last["outbox_id"] is None
             and (last["reason"], last["state"]) == (dead["reason"], "dead")
-            and last["at"] > db.wall() - records.RANGE_GROWS_S
+            and last["began_at"] > db.wall() - records.RANGE_GROWS_S
             and tx.try_lock(db.dead_letter, last["id"], UPDATE)
         ):
-            tx.change(db.dead_letter, last["id"], to_seq=dead["to_seq"])
+            tx.change(db.dead_letter, last["id"], to_seq=dead["to_seq"], at=db.wall())
             return
     new = db.serial(db.dead_letter)
-    row = {**dead, "id": new, "endpoint_id": endpoint_id, "state": "dead", "at": db.wall()}
+    times = {"began_at": db.wall(), "at": db.wall()}
+    row = {**dead, "id": new, "endpoint_id": endpoint_id, "state": "dead", **times}
     tx.put(db.dead_letter, new, row)
     if blocks:
         tx.put(db.lane_block, lane_id, {"lane_id": lane_id, "seq": dead["seq"]})
@@ -201,7 +202,7 @@ def finish(
             }
             new = db.serial(db.dead_letter)
             row = {**owed, "id": new, "endpoint_id": endpoint_id, "state": "dead"}
-            row["at"] = db.wall()
+            row |= {"began_at": db.wall(), "at": db.wall()}
             tx.put(db.dead_letter, new, row)
             tx.change(
                 db.lane_progress,

@@ -171,7 +171,7 @@ def _open_ranges(db: Database, tx: Transaction, keep_s: float | None) -> list[Ro
         for row in tx.rows(db.dead_letter)
         if row["outbox_id"] is None
         and row["state"] == "dead"
-        and (keep_s is None or row["at"] > db.wall() - keep_s or asked_for(row))
+        and (keep_s is None or row["began_at"] > db.wall() - keep_s or asked_for(row))
     ]
 
 
