@@ -50,8 +50,7 @@ VOLATILE = (
     (r"\b\d\d:\d\d:\d\d\b", "<time>"),
     (r"127\.0\.0\.1:\d+", "<address>"),
     (r"\S+:\d+$", "<process>"),
-    (r"\d+\.\d s", "<seconds>"),
-    (r"[+]?\b\d+(\.\d)? ms\b", "<moment>"),
+    (r"[+]?\b(\d+\.\d s|\d+(\.\d)? ms)\b", "<moment>"),
     (r"\d{4}-\d\d-\d\d <time>[+]00:00", "<date>"),
     (r" +", " "),
 )

@@ -63,13 +63,13 @@ async def test_a_secret_that_is_replaced_signs_until_its_time(database: Database
     )
     await fetchval(
         database,
-        """UPDATE endpoint_secret SET expires_at = clock_timestamp() + interval '1 second'
+        """UPDATE endpoint_secret SET expires_at = clock_timestamp() + interval '3 seconds'
             WHERE id = 1""",
     )
     network = Network()
     async with running(database, network):
         await publish(database, 1)
-        await until(lambda: len(network.sent) == 1, 5)
+        await until(lambda: len(network.sent) == 1)
 
         async def one_signature() -> bool:
             await publish(database, 1)
