@@ -354,8 +354,8 @@ CREATE TABLE replay_part (
     taken       bigint NOT NULL DEFAULT 0,    -- deliveries made of it
     erased      bigint NOT NULL DEFAULT 0,    -- passed over: the event is gone
     batch       bigint,                       -- that the last helping went into
-    -- The lowest id of an event that it may still have to read: retention keeps that
-    -- and what is above while the part has not ended.  NULL: none.
+    -- The lowest id of an event that a backfill may still have to read: retention keeps
+    -- that and what is above while the part has not ended.
     from_id     bigint,
     ended_at    timestamptz,                  -- all of it was delivered or given up,
     why         text                          -- or nothing more was taken; NULL: it was all

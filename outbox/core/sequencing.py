@@ -85,8 +85,6 @@ class Helping:
     next_batch: int
     missing: int = 0
     """Numbers passed over because their deliveries are not there any more."""
-    reads_events: bool = False
-    """Its events are not kept with the dead letter."""
 
 
 @dataclass(slots=True)

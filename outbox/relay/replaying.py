@@ -147,9 +147,6 @@ class Replaying:
                         "numbers to be sent again are not there; run outbox verify",
                         numbers=helping.missing,
                     )
-                if helping.reads_events and helping.replays:
-                    ids = [each.outbox_id for each in helping.replays]
-                    move.from_id = min(ids if move.from_id is None else [move.from_id, *ids])
             taken.moves.append(move)
 
     async def _take_history(self, share: Share, router: Router, taken: Taken) -> None:

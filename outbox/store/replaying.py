@@ -181,7 +181,7 @@ class Move:
     taken: int = 0
     erased: int = 0
     from_id: int | None = None
-    """The lowest event that is still read of it; None: there is none."""
+    """The lowest event that a backfill may still have to read."""
 
 
 @dataclass(slots=True)

@@ -51,8 +51,7 @@ WITH asked AS MATERIALIZED (
                   AND next_seq <= to_seq OFFSET 0) waiting
             ORDER BY id LIMIT part.most) r
      CROSS JOIN LATERAL (
-           SELECT d.lane_id, d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes,
-                  d.outbox_id IS NULL AS is_range
+           SELECT d.lane_id, d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes
              FROM dead_letter d
              JOIN endpoint e ON e.id = d.endpoint_id AND e.state IN ('active', 'paused')
             WHERE d.id = r.dead_id LIMIT 1) x),
@@ -60,16 +59,16 @@ taking AS (
     SELECT *, least(to_seq - next_seq + 1, most - before)::bigint AS numbers
       FROM asked WHERE before < most)
 SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id,
-       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id, t.is_range
+       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id
   FROM taking t
   LEFT JOIN LATERAL (
        SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key, t.backfill_id,
               t.dead_id AS copy_id
-        WHERE NOT t.is_range
+        WHERE t.outbox_id IS NOT NULL
         UNION ALL
        SELECT n.seq, n.batch, n.outbox_id, coalesce(o.key, c.key), n.backfill_id, n.copy_id
          FROM (SELECT seq, batch, outbox_id, backfill_id, copy_id FROM delivery
-                WHERE t.is_range AND lane_id = t.lane_id
+                WHERE t.outbox_id IS NULL AND lane_id = t.lane_id
                   AND batch >= t.next_batch AND seq >= t.next_seq
                 ORDER BY batch, seq LIMIT t.numbers) n
          LEFT JOIN LATERAL (SELECT key FROM outbox WHERE id = n.outbox_id LIMIT 1) o ON true
@@ -161,7 +160,6 @@ def _helping(rows: list[Any], left: int) -> tuple[Helping | None, int]:
         next_seq=next_seq,
         next_batch=taken[-1]["batch"] if taken else first["next_batch"],
         missing=next_seq - first["next_seq"] - len(taken),
-        reads_events=first["is_range"],
     )
     # When it was cut short, nothing of the replays behind it may be taken.
     return helping, left - len(taken) if len(taken) == len(found) else 0

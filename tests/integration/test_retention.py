@@ -377,7 +377,6 @@ async def test_events_stay_for_the_rest_of_a_range_that_is_being_sent_again(
             await ranges.turn(worker)
     # These two are done, and were of newer events than the rest is.
     await keeper.db.execute("UPDATE lane_progress SET acked_seq = 14")
-    await keeper.db.execute("UPDATE replay_part SET from_id = NULL")
     await keeper.tend_for_long()
     assert await keeper.first("events") == 0
     async with running(database, network):

@@ -206,9 +206,8 @@ def _numbers(db: Database, tx: Transaction, r: Row, e: Row, numbers: int) -> lis
     letter = tx.get(db.dead_letter, r["dead_id"])
     assert letter is not None
     names = ("job_id", "endpoint_id", "id", "next_seq", "next_batch")
-    is_range = letter["outbox_id"] is None
-    base = {name: r[name] for name in names} | {"numbers": numbers, "is_range": is_range}
-    if is_range:
+    base = {name: r[name] for name in names} | {"numbers": numbers}
+    if letter["outbox_id"] is None:
         found = [
             (g.seq, g.batch, g.outbox_id, g.backfill_id, g.copy_id)
             for g in db.deliveries.get(letter["lane_id"], [])
