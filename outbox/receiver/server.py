@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import socket
 import struct
@@ -29,8 +28,10 @@ from aiohttp import web
 
 from outbox.core.order import Observation, OrderBook, OrderTotals
 from outbox.core.signature import SignatureError, verify
-from outbox.errors import CannotRun, UsageError
+from outbox.errors import UsageError
 from outbox.receiver.message import BadMessage, Message, parse
+from outbox.web.address import Address
+from outbox.web.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 BODY_BYTES_MAX = 65 * 1024 * 1024
 """The largest payload that can be allowed, and what is around it."""
 SEEN_MAX = 1_000_000
-_SHUTDOWN_S = 0.5
-"""For requests that hang or are in their latency; aiohttp waits twice."""
 
 
 class Fault(StrEnum):
@@ -189,27 +188,9 @@ class Receiver:
         """
         application = web.Application(client_max_size=BODY_BYTES_MAX)
         application.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(
-            application,
-            access_log=None,
-            auto_decompress=False,
-            # A hanging answer ends when the sender gives up.
-            handler_cancellation=True,
-            shutdown_timeout=_SHUTDOWN_S,
-        )
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, host, port, backlog=1024)
-            try:
-                await site.start()
-            except (OSError, OverflowError) as error:
-                number = getattr(error, "errno", None) or 0
-                why = os.strerror(number) if number > 0 else str(error)
-                raise CannotRun(f"cannot listen on {host}:{port}: {why}; choose another") from error
-            bound = runner.addresses[0][1]
-            yield f"http://[{host}]:{bound}/" if ":" in host else f"http://{host}:{bound}/"
-        finally:
-            await runner.cleanup()
+        # A hanging answer ends when the sender gives up.
+        async with serving(application, Address(host, port)) as address:
+            yield address.url
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.method != "POST":

@@ -130,10 +130,11 @@ MISBEHAVIOUR: dict[str, Script] = {
 }
 SUCCESSFUL: dict[str, Script] = {"endless": endless}
 
+LATE = "within 0.3 s"
 LOGGED = {
     "refuses": "Connect call failed",
-    "hangs": "not answered within 0.3 s",
-    "drips": "not answered within 0.3 s",
+    "hangs": LATE,
+    "drips": LATE,
     "resets": "reset",
     "resets at once": "reset",
     "garbage": "Bad status line",
@@ -155,14 +156,19 @@ async def delivering(database: Database) -> AsyncIterator[None]:
 
 
 async def _logged(database: Database, name: str) -> bool:
-    """Whether the log of attempts says of an endpoint what it did, and nothing else."""
+    """Whether the log of attempts says of an endpoint what it did, and nothing else but that a
+    receiver was late: on a busy machine each of them may be."""
     found = await fetchval(
         database,
-        """SELECT bool_and(position($2 IN coalesce(a.error, '')) > 0)
-             FROM attempt a JOIN lane l ON l.id = a.lane_id JOIN endpoint e ON e.id = l.endpoint_id
-            WHERE e.name = $1""",
+        """SELECT bool_or(said) AND bool_and(said OR late)
+             FROM (SELECT position($2 IN coalesce(a.error, '')) > 0 AS said,
+                          position($3 IN coalesce(a.error, '')) > 0 AS late
+                     FROM attempt a
+                     JOIN lane l ON l.id = a.lane_id JOIN endpoint e ON e.id = l.endpoint_id
+                    WHERE e.name = $1) AS attempts""",
         name,
         LOGGED[name],
+        LATE,
     )
     return found is True
 

@@ -1,0 +1,32 @@
+"""Where servers listen."""
+
+from __future__ import annotations
+
+import pytest
+
+from outbox.web.address import Address, parse_address
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:8080", Address("127.0.0.1", 8080)),
+        ("localhost:0", Address("localhost", 0)),
+        ("[::1]:80", Address("::1", 80)),
+        (":9000", Address("0.0.0.0", 9000)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: Address) -> None:
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize("text", ["8080", "127.0.0.1", "localhost:http", "::1:80", "", "a:-1"])
+def test_what_is_none_is_told_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not HOST:PORT, such as 127\.0\.0\.1:8080"):
+        parse_address(text)
+
+
+def test_a_port_has_a_largest_value() -> None:
+    with pytest.raises(ValueError, match="a port is at most 65535"):
+        parse_address("localhost:65536")
