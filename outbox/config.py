@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from outbox.core.names import schema_name
 from outbox.core.periods import Keep
 from outbox.errors import UsageError
+from outbox.web.address import Address, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,6 +123,18 @@ class Settings(BaseModel):
         description="Private networks that may be delivered to, with plain http and any port: "
         "ranges with commas between them.",
     )
+    health: Address | None = Field(
+        default=None,
+        description="HOST:PORT that serves /healthz, /readyz and /metrics, to everybody who can "
+        "reach it.",
+    )
+    metrics_endpoints_max: int = Field(
+        default=100,
+        ge=0,
+        le=10_000,
+        description="So many endpoints of a replica have metrics of their own; all others are "
+        "measured together.",
+    )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: console on a terminal, else json."
     )
@@ -152,6 +165,11 @@ class Settings(BaseModel):
     @classmethod
     def _lower(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
+
+    @field_validator("health", mode="before")
+    @classmethod
+    def _address(cls, value: Any) -> Any:
+        return parse_address(value) if isinstance(value, str) else value
 
     @field_validator("allow_networks", mode="before")
     @classmethod

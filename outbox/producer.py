@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import sys
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from outbox.errors import CannotRun, InvalidEvent, OutboxError
 from outbox.store import publishing
 from outbox.store.publishing import in_schema
 from outbox.store.schema import SCHEMA, schema_missing
+from outbox.telemetry.publishing import traced, with_trace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -103,7 +103,13 @@ async def publish(
         asyncpg.PostgresError: all else, as the database says it.
     """
     event = Event(type, payload, key, tenant, once, expires_in, deliver_at, headers, once_for)
-    once_for_s = rules.once_for_s(once_for, once)
+    with traced(type):
+        return await _publish_one(connection, event, schema)
+
+
+async def _publish_one(connection: AnyConnection, event: Event, schema: str) -> UUID | None:
+    payload, once = event.payload, event.once
+    once_for_s = rules.once_for_s(event.once_for, once)
     if not callable(payload):
         return await _publish(connection, _row(event), once, once_for_s, schema, claimed=False)
     # Told before anything is claimed or worked out.
@@ -135,6 +141,16 @@ async def publish_many(
         InvalidEvent: as in `publish`; the message says which event.
         SchemaMissing, CannotRun, asyncpg.PostgresError: as in `publish`.
     """
+    events = list(events)
+    if not events:
+        return []
+    with traced(f"{len(events)} events", len(events)):
+        return await _publish_many(connection, events, schema)
+
+
+async def _publish_many(
+    connection: AnyConnection, events: list[Event], schema: str
+) -> list[UUID | None]:
     rows = []
     for number, event in enumerate(events, 1):
         try:
@@ -144,8 +160,6 @@ async def publish_many(
             rows.append((*_row(event), event.once, once_for_s))
         except InvalidEvent as error:
             raise _numbered(error, number) from None
-    if not rows:
-        return []
     types, payloads, keys, tenants, expiries, headers, times, onces, once_fors = map(
         list, zip(*rows, strict=True)
     )
@@ -201,7 +215,7 @@ def _row(event: Event, payload: Any = None, *, with_payload: bool = True) -> Row
         rules.check_text("key", event.key, rules.KEY_BYTES_MAX),
         rules.check_text("tenant", event.tenant, rules.TENANT_BYTES_MAX),
         rules.expires_in_s(event.expires_in),
-        rules.encode_headers(_with_trace(event.headers)),
+        rules.encode_headers(with_trace(event.headers)),
         rules.deliver_at(event.deliver_at),
     )
 
@@ -238,20 +252,6 @@ async def _publish(
 async def _call(payload: Any) -> Any:
     value = payload()
     return await value if inspect.isawaitable(value) else value
-
-
-def _with_trace(headers: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """Headers and the running trace context (W3C Trace Context)."""
-    # Without this module there is no span, and importing it is not free.
-    if "opentelemetry.trace" not in sys.modules:
-        return headers
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-    carrier: dict[str, str] = {}
-    TraceContextTextMapPropagator().inject(carrier)
-    if not carrier or any(name.lower() == "traceparent" for name in headers or ()):
-        return headers
-    return {**carrier, **(headers or {})}
 
 
 def _too_large(found: Any) -> InvalidEvent:

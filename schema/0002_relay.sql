@@ -222,6 +222,9 @@ CREATE TABLE batch (
     lanes      bigint[]       NOT NULL DEFAULT '{}',  -- who got something
     writer     bigint,
     at         timestamptz    NOT NULL DEFAULT clock_timestamp(),
+    -- When a read began that saw all that was committed, and none of this batch's
+    -- events: each of them was committed later.  NULL: not known.
+    committed_after timestamptz,
     PRIMARY KEY (batch)
 ) PARTITION BY RANGE (batch);
 CREATE INDEX batch_at ON batch (at);

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Literal
 
 from outbox.core.answer import Verdict, receipt, summary
 from outbox.core.head import Head
+from outbox.core.request import Delivery
 from outbox.core.steps import (
     AttemptRow,
     DeadLetter,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from outbox.core.answer import Answer
-    from outbox.core.request import Delivery
     from outbox.core.retry import RetryPolicy
     from outbox.core.steps import Command, Reason
 
@@ -193,6 +193,13 @@ class Lane:
     def stalled_since(self) -> float | None:
         """Since when it has owed something without a success; None: it owes nothing."""
         return self._stalled_since
+
+    @property
+    def head_since(self) -> float | None:
+        """Since when its next delivery has been there to be made; None: it owes nothing."""
+        first = self._queue[0] if self._queue else None
+        since = first.waits_since if isinstance(first, Delivery) else None
+        return self._stalled_since if since is None else since
 
     @property
     def failing(self) -> bool:

@@ -65,11 +65,26 @@ class Delivery:
     """The lane and number of the hole that this delivery closes."""
     backfill_id: int | None = None
     """The backfill that sends the event once more, under an X-Delivery of its own."""
+    committed_after: datetime | None = None
+    """The event was not committed before; None: not known."""
 
     @property
     def delivery_id(self) -> UUID:
         """Its X-Delivery."""
         return delivery_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
+
+    @property
+    def waits_since(self) -> float | None:
+        """When the event was committed, at the earliest; None: it is sent again.
+
+        An event may have been inserted long before its transaction ended.  Epoch seconds.
+        """
+        if self.replay_of is not None or self.backfill_id is not None:
+            return None
+        inserted_at = self.published_at.timestamp()
+        if self.committed_after is None:
+            return inserted_at
+        return max(inserted_at, self.committed_after.timestamp())
 
 
 @dataclass(frozen=True, slots=True)

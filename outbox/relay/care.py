@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from outbox.relay.dispatcher import Dispatcher
     from outbox.relay.owned import OwnedEndpoint
     from outbox.store.care import CareStore
+    from outbox.store.survey import Survey
 
 log = structlog.get_logger("outbox.care")
 
 LOOK_EVERY_S = 30.0
+SURVEY_EVERY_S = 10.0
 GIVE_UP_MAX = 50_000
 """Deliveries that one look gives up of one endpoint; the next look goes on."""
 
@@ -39,6 +41,7 @@ class Caretaker:
     Args:
         bell: rung when an endpoint's health changed.
         now: epoch seconds.
+        leads: whether this replica looks at the database as a whole, too.
     """
 
     def __init__(
@@ -47,23 +50,30 @@ class Caretaker:
         dispatcher: Dispatcher,
         bell: Bell,
         now: Callable[[], float],
+        leads: Callable[[], bool],
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._bell = bell
         self._now = now
+        self._leads = leads
+        self.survey: Survey | None = None
+        """What was last seen; None: another replica leads."""
 
     async def run(self) -> None:
         """Look now and then, and at once when the bell rings; asyncpg's errors end it."""
         clock = asyncio.get_running_loop().time
-        look_at = clock()
+        look_at = survey_at = clock()
         while True:
             await self._write_health(self._dispatcher.take_changed())
             if clock() >= look_at:
                 await self._write_health(self._dispatcher.owned())
                 await self._look()
                 look_at = clock() + LOOK_EVERY_S
-            await self._bell.wait(max(look_at - clock(), 0.0))
+            if clock() >= survey_at:
+                self.survey = await self._store.survey() if self._leads() else None
+                survey_at = clock() + SURVEY_EVERY_S
+            await self._bell.wait(max(min(look_at, survey_at) - clock(), 0.0))
 
     async def _write_health(self, concerned: Iterable[OwnedEndpoint]) -> None:
         changed = []

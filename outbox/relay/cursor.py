@@ -32,6 +32,7 @@ from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from datetime import datetime
 
     from outbox.config import Settings
     from outbox.core.request import Delivery
@@ -81,6 +82,10 @@ class _Draft:
     failed: Mapping[str, str]
     awake: bool
     """Whether producers need not notify any more."""
+    began_at: tuple[datetime | None, float]
+    """When its read began, by the database's clock and by the loop's."""
+    cut: bool
+    """There was more to read."""
 
     @property
     def moved(self) -> bool:
@@ -144,6 +149,8 @@ class Cursor:
         self._replaying = Replaying(store.replaying, store.routing, self._ask_filters)
         # Who held the sequence's lock when the last read was done; None: not known.
         self._holders: Holders | None = None
+        # When the last read began that saw all that was committed, by the database's clock.
+        self._complete_at: datetime | None = None
         # Filters that failed, and are not asked again until something changes.
         self._unfit: set[str] = set()
         self.leads = False
@@ -154,6 +161,8 @@ class Cursor:
         """Who was in flight when the flag was last set to "asleep"."""
         self.more = False
         """Whether the last turn left something to sequence."""
+        self.complete_at: float | None = None
+        """When a turn last began to read all that was committed, by the loop's clock."""
 
     def forget(self) -> None:
         """Drop everything that is only a copy of the tables."""
@@ -161,6 +170,7 @@ class Cursor:
         self._state = None
         self._counters.clear()
         self._holders = None
+        self._complete_at = self.complete_at = None
         self._version = 0
         self._router = None
         self._replaying.forget()
@@ -215,7 +225,7 @@ class Cursor:
             self.leads = False
             return Turn.OVERTAKEN
         if not draft.moved:
-            self._tracker.committed(draft.step)
+            self._taken_in(draft)
             return Turn.IDLE
         if not draft.plain:
             return None
@@ -248,6 +258,9 @@ class Cursor:
                 takes_over = True
                 lock = await self._begin_timeline(lock)
             state, router = await self._recall(lock, takes_over=takes_over)
+            if self.complete_at is None:
+                # What lies there from before is not known; from now on it would be late.
+                self.complete_at = asyncio.get_running_loop().time()
             taken = Taken()
             if asleep_s is None and self._replaying.ready:
                 # Before the live events are read: those that come meanwhile are in this batch.
@@ -270,7 +283,7 @@ class Cursor:
             raise
         self.leads = True
         if given is None:
-            self._tracker.committed(draft.step)
+            self._taken_in(draft)
             return Turn.IDLE
         self._done(state, draft, given)
         return Turn.MOVED
@@ -286,7 +299,7 @@ class Cursor:
         """State and routes, from the tables if need be."""
         if takes_over or (self._state is not None and self._state.batch != lock.batch):
             self._tracker.forget()
-            self._holders = None
+            self._holders = self._complete_at = None
             self._state = None
         if self._state is None:
             self._counters.clear()
@@ -316,6 +329,7 @@ class Cursor:
             before = await store.holders() if self._holders is None else self._holders
         tracker.begin(state, before, clock())
         while True:
+            began_at = clock()
             limit = self._settings.batch_events_max
             reading = await store.read(
                 state.high, tracker.ranges(), limit, more_gaps=tracker.left_out
@@ -341,7 +355,9 @@ class Cursor:
             self._counters |= await store.counters(unknown)
         deliveries = number(router, events, taken.replays, self._counters, refused)
         awake = bool(events) and self._stays_awake(len(events), reading.waiting)
-        return _Draft(step, len(events), deliveries, taken, {**failed, **taken.failed}, awake)
+        failed = {**failed, **taken.failed}
+        at = (reading.began_at, began_at)
+        return _Draft(step, len(events), deliveries, taken, failed, awake, at, cut)
 
     async def _ask_filters(
         self, router: Router, events: Sequence[Sighting]
@@ -369,6 +385,7 @@ class Cursor:
             draft.deliveries,
             self._me,
             self._version,
+            committed_after=self._complete_at,
             awake=draft.awake and not self.awake,
             wanted=self._wants(lanes) if few else {},
             tell=tell,
@@ -387,12 +404,18 @@ class Cursor:
             for text, why in draft.failed.items():
                 log.error("a filter counts as met from now on", filter=text, reason=why)
 
+    def _taken_in(self, draft: _Draft) -> None:
+        """What was read is sequenced, or there was nothing."""
+        self._tracker.committed(draft.step)
+        if not draft.cut:
+            self._complete_at, self.complete_at = draft.began_at
+
     def _done(
         self, state: CursorState, draft: _Draft, given: Mapping[int, Sequence[Delivery]]
     ) -> None:
         """The batch is durable: what it knows may be remembered and told."""
         step = draft.step
-        self._tracker.committed(step)
+        self._taken_in(draft)
         self._replaying.took(draft.taken)
         if draft.events:
             self._replaying.live()

@@ -17,7 +17,7 @@ from outbox.core.answer import Verdict, classify, retry_after_s, summary
 from outbox.core.health import State
 from outbox.core.statuses import GONE
 from outbox.core.steps import Fetch, Record, Send, Wait
-from outbox.relay import tell
+from outbox.relay.observer import Observer
 from outbox.relay.owned import OwnedEndpoint, OwnedLane, later
 from outbox.relay.reader import Reader
 from outbox.store.records import Fenced
@@ -60,6 +60,7 @@ class Dispatcher:
         on_health: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
         rng: random.Random | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._reader = Reader(store, self._activate)
         self._recorder = recorder
@@ -69,6 +70,7 @@ class Dispatcher:
         self._on_quiet = on_quiet
         self._on_health = on_health
         self._now = now
+        self._observer = observer or Observer()
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._owned: dict[UUID, OwnedEndpoint] = {}
         self._lanes: dict[int, OwnedLane] = {}
@@ -111,7 +113,9 @@ class Dispatcher:
                 by the last owner.
         """
         for endpoint_id, endpoint in endpoints.items():
-            self._owned[endpoint_id] = OwnedEndpoint(endpoint, epochs[endpoint_id], self._now())
+            meters = self._observer.meters.taken(endpoint.name)
+            epoch = epochs[endpoint_id]
+            self._owned[endpoint_id] = OwnedEndpoint(endpoint, epoch, self._now(), meters)
         self._add_lanes(loaded, sent_through_batch)
 
     def renew_lanes(self, loaded: Iterable[LoadedLane]) -> None:
@@ -146,7 +150,7 @@ class Dispatcher:
                 # Also when it owes nothing: newer generations may wait for it.
                 self._activate(home.lanes[lane_id])
             if home.health.state is not before:
-                tell.health(home, self._now())
+                self._observer.health(home, self._now())
                 self._note_health(home)
             self._activate_all(home)
             self._attend(home)
@@ -192,7 +196,9 @@ class Dispatcher:
         """Forget endpoints whose lanes are quiet; returns their lanes."""
         dropped: list[Lane] = []
         for endpoint_id in endpoint_ids:
-            for lane in self._owned.pop(endpoint_id).lanes.values():
+            home = self._owned.pop(endpoint_id)
+            self._observer.meters.left(home.meters)
+            for lane in home.lanes.values():
                 del self._lanes[lane.loaded.id]
                 dropped.append(lane.machine)
         return dropped
@@ -298,7 +304,7 @@ class Dispatcher:
                         await self._send(lane, send)
                     case Record() as record:
                         await self._recorder.write(machine, home.epoch, record)
-                        tell.given_up(lane, record)
+                        self._observer.given_up(lane, record, self._now())
                     case Fetch() as fetch:
                         self._reader.want(lane, fetch)
                         return
@@ -341,7 +347,14 @@ class Dispatcher:
                 home.health.unsent(lane.loaded.id)
                 machine.unsent()
                 return
-            answer = await self._transport.send(lane.request(send, started_at))
+            request, span = self._observer.begins(
+                lane, send, lane.request(send, started_at), started_at
+            )
+            try:
+                answer = await self._transport.send(request)
+            except BaseException:
+                self._observer.abandoned(span, self._now())
+                raise
         now = self._now()
         verdict = self._judge(home, send, answer, now)
         record = machine.answered(
@@ -353,6 +366,7 @@ class Dispatcher:
             u=self._rng.random(),
             blocks=home.endpoint.blocks,
         )
+        self._observer.answered(lane, send, answer, record, span)
         if not record.urgent:
             self._recorder.add(machine, home.epoch, record)
             if self._recorder.full:
@@ -360,9 +374,9 @@ class Dispatcher:
             return
         await self._recorder.write(machine, home.epoch, record)
         if record.dead is None:
-            tell.failed(lane, send, verdict, answer, record, now)
+            self._observer.failed(lane, send, verdict, answer, record, now)
         else:
-            tell.given_up(lane, record)
+            self._observer.given_up(lane, record, now)
 
     def _judge(self, home: OwnedEndpoint, send: Send, answer: Answer, now: float) -> Verdict:
         """What the answer means, for the delivery and for the endpoint."""
@@ -385,7 +399,7 @@ class Dispatcher:
                 last_answer=summary(answer),
             )
         if health.state is not before:
-            tell.health(home, now)
+            self._observer.health(home, now)
             self._note_health(home)
             # Whoever sleeps until a time of its own may have a turn sooner.
             self._activate_all(home)

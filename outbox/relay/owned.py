@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outbox.core.steps import Send
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LoadedLane
+    from outbox.telemetry.meters import EndpointMeters
 
 T = TypeVar("T")
 
@@ -101,13 +102,15 @@ class OwnedEndpoint:
         "generations",
         "health",
         "lanes",
+        "meters",
         "stopped",
         "timer",
         "written",
     )
 
-    def __init__(self, endpoint: Endpoint, epoch: int, now: float) -> None:
+    def __init__(self, endpoint: Endpoint, epoch: int, now: float, meters: EndpointMeters) -> None:
         self.endpoint = endpoint
+        self.meters = meters
         self.epoch = epoch
         self.health = Health(endpoint.health)
         self.health.hold_to(now)

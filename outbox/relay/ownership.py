@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outbox.core.ownership import Lease, Peer
     from outbox.relay.cursor import Sequenced
     from outbox.relay.dispatcher import Dispatcher
+    from outbox.relay.observer import Observer
     from outbox.relay.recorder import Recorder
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LaneStore
@@ -102,7 +103,9 @@ class Ownership:
         tell_others: Callable[[], Awaitable[object]],
         tell_news: Callable[[], Awaitable[object]],
         clock: Callable[[], float],
+        observer: Observer,
     ) -> None:
+        self._observer = observer
         self._replicas = replicas
         self._lanes = lanes
         self._dispatcher = dispatcher
@@ -232,6 +235,7 @@ class Ownership:
                 peer.id, self._actor, BURIAL_LOCK_TIMEOUT_S, peer.renewals
             ):
                 log.warning("a replica's lease ran out", replica=peer.id)
+                self._observer.meters.losses += 1
                 buried = True
         if buried:
             # The others need not wait for their own turn to find it dead.
@@ -277,7 +281,7 @@ class Ownership:
                 await self._recorder.finish(
                     endpoint.id, [(lane.id, lane.acked_seq) for lane in lanes]
                 )
-                log.info("endpoint ended", endpoint=endpoint.name, was=endpoint.state)
+                self._observer.finished(endpoint, lanes)
         why = "moved to another replica, or ended"
         await self._replicas.release(self._me, [e.id for e in quiet], self._actor, why)
         await self._tell_others()

@@ -13,7 +13,9 @@ import structlog
 import outbox
 from outbox.errors import OutboxError
 from outbox.relay.clock import steady
+from outbox.relay.observer import Observer
 from outbox.relay.session import Session
+from outbox.relay.working import Condition
 from outbox.store.connect import TROUBLE, in_one_line
 from outbox.store.records import Fenced
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.relay.connections import Connections
+    from outbox.telemetry.snapshot import Snapshot
     from outbox.transport.port import Transport
 
 log = structlog.get_logger("outbox.relay")
@@ -40,6 +43,7 @@ class Relay:
         name: what it is called among the replicas; the host and the process if not said.
         clock: seconds that nobody sets and that go on while the machine sleeps.
         rng: for the jitter of retries and probes.
+        observer: told of everything that happens.
     """
 
     def __init__(
@@ -51,11 +55,18 @@ class Relay:
         name: str | None = None,
         clock: Callable[[], float] = steady,
         rng: random.Random | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._settings = settings
         self._transport = transport
         self._connections = connections
-        self._name = name or f"{socket.gethostname()}:{os.getpid()}"
+        self._name = name or default_name()
+        self._observer = observer or Observer()
+        self.started = asyncio.Event()
+        """Set when it was registered for the first time."""
+        self._session: Session | None = None
+        # Why there is no session.
+        self._lost = "it has not reached the database yet"
         self._clock = clock
         self._rng = rng or random.Random()  # noqa: S311 (jitter needs no secrecy)
         self._stop = asyncio.Event()
@@ -63,6 +74,26 @@ class Relay:
     def stop(self) -> None:
         """Drain and return; bounded by `drain_s`."""
         self._stop.set()
+
+    def condition(self) -> Condition:
+        """Whether it does its work, and if not, why."""
+        if self._stop.is_set():
+            return Condition(ready=False, why="it is stopping")
+        working = None if self._session is None else self._session.working
+        if working is None:
+            return Condition(ready=False, why=self._lost)
+        return working.condition()
+
+    async def snapshot(self, at: float) -> Snapshot:
+        """All metrics.
+
+        Args:
+            at: epoch seconds.
+        """
+        working = None if self._session is None else self._session.working
+        meters = self._observer.meters
+        gauges = {} if working is None else await working.gauges(meters)
+        return meters.snapshot(at, gauges)
 
     async def run(self) -> None:
         """Deliver until stopped.
@@ -83,7 +114,10 @@ class Relay:
                 predecessor=replica_id,
                 clock=self._clock,
                 rng=self._rng,
+                observer=self._observer,
+                on_registered=self.started.set,
             )
+            self._session = session
             started_at = asyncio.get_running_loop().time()
             try:
                 await session.run(self._stop)
@@ -95,6 +129,10 @@ class Relay:
                 reason = _why_survivable(error, registered=session.replica_id is not None)
             else:
                 break
+            finally:
+                self._session = None
+            self._lost = reason
+            self._observer.meters.session_losses += 1
             replica_id = session.replica_id
             if self._stop.is_set():
                 log.warning("others take over when the lease has ended", reason=reason)
@@ -109,6 +147,11 @@ class Relay:
                 pass
             delay_s = min(delay_s * 2, RETRY_MAX_S)
         log.info("stopped")
+
+
+def default_name() -> str:
+    """What this process is called among the replicas."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 def _why_survivable(error: Exception, *, registered: bool) -> str:

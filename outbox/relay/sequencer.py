@@ -114,6 +114,10 @@ class Sequencer:
         self._take_overs = 0
         self._took_over_at = -math.inf
         self._stopping = False
+        self.looked_at: float | None = None
+        """When it last saw how the cursor is, by the loop's clock; None: never."""
+        self.broken: str | None = None
+        """Why the sequence cannot be trusted; None: it can."""
 
     # ------------------------------------------------------------- the loop
 
@@ -127,14 +131,17 @@ class Sequencer:
                     checked = True
                 if not self.cursor.leads and not await self._may_lead():
                     self._on_lead(False)
+                    self._looked()
                     await self._stand_by()
                     continue
                 self._on_lead(True)
                 turn = await self.turn()
+                self._looked()
                 if turn is Turn.IDLE and not (self._asleep_until or self._looks_by_itself()):
                     turn = await self._fall_asleep()
             except CursorBroken as broken:
                 checked = False
+                self.broken = str(broken)
                 log.error("sequencing stopped", reason=str(broken), retry_s=BROKEN_RETRY_S)
                 await self._pause(BROKEN_RETRY_S)
                 continue
@@ -169,6 +176,18 @@ class Sequencer:
     async def leave(self) -> None:
         """After `run`: another replica may lead at once."""
         await self.cursor.leave()
+
+    def _looked(self) -> None:
+        self.looked_at = asyncio.get_running_loop().time()
+        self.broken = None
+
+    @property
+    def lag_s(self) -> float | None:
+        """How long ago it had last read all that was committed; None: another one leads."""
+        read_at = self.cursor.complete_at
+        if read_at is None or not self.cursor.leads:
+            return None
+        return asyncio.get_running_loop().time() - read_at
 
     async def turn(self) -> Turn:
         """One turn, whoever led before it.

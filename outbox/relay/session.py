@@ -27,6 +27,7 @@ from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
 from outbox.relay.ticker import Ticker
 from outbox.relay.watchdog import Watchdog, answering
+from outbox.relay.working import Working
 from outbox.store import timeline
 from outbox.store.care import CareStore
 from outbox.store.cursor import CursorStore
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.relay.connections import Connections
+    from outbox.relay.observer import Observer
     from outbox.store.backends import Worker
     from outbox.transport.port import Transport
 
@@ -82,6 +84,8 @@ class Session:
             endpoints are free at once.
         clock: steady seconds, for the lease; the database tells the time.
         rng: for the jitter of retries and probes.
+        observer: told of everything that happens.
+        on_registered: called when it is one of the replicas.
     """
 
     def __init__(
@@ -94,7 +98,11 @@ class Session:
         predecessor: int | None,
         clock: Callable[[], float],
         rng: random.Random,
+        observer: Observer,
+        on_registered: Callable[[], object],
     ) -> None:
+        self._on_registered = on_registered
+        self._observer = observer
         self._settings = settings
         self._transport = transport
         self._connections = connections
@@ -103,6 +111,8 @@ class Session:
         self._name = name
         self._version = version
         self.replica_id = predecessor
+        self.working: Working | None = None
+        """The parts that can be asked how they are; None: it is not registered yet."""
         self._open: list[Worker] = []
         # Set when a connection was closed, whoever did it.
         self._closed = asyncio.Event()
@@ -167,6 +177,7 @@ class Session:
             on_health=health.ring,
             now=now,
             rng=self._rng,
+            observer=self._observer,
         )
         ownership = Ownership(
             replicas,
@@ -178,6 +189,7 @@ class Session:
             tell_others=lambda: control.execute(WAKE_ALL),
             tell_news=lambda: control.execute(WAKE_OWNERS, LATER),
             clock=clock,
+            observer=self._observer,
         )
         ticker = Ticker(TickStore(for_ticks, me), settings.poll_s)
 
@@ -224,8 +236,15 @@ class Session:
             settings.lease_s,
         )
         care = Caretaker(
-            CareStore(for_care, settings.schema_name, me, here), dispatcher, health, now
+            CareStore(for_care, settings.schema_name, me, here),
+            dispatcher,
+            health,
+            now,
+            lambda: sequencer.cursor.leads,
         )
+        self._observer.meters.begin()
+        self.working = Working(settings, dispatcher, sequencer, care, lease_left_s, now)
+        self._on_registered()
         async with asyncio.TaskGroup() as tasks:
             cut = tasks.create_task(self._cut_at_the_end())
             delivering = tasks.create_task(dispatcher.run())

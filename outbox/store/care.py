@@ -10,6 +10,7 @@ import orjson
 from outbox.store.changes import change, write_journal
 from outbox.store.endpoint_changes import END_SUBSCRIPTION
 from outbox.store.replicas import OWN_ROW, fence
+from outbox.store.survey import survey
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from outbox.core.health import HealthRecord
     from outbox.store.destinations import Endpoint
+    from outbox.store.survey import Survey
 
 # Only in the owner's epoch, like a lane's progress.
 WRITE_HEALTH = f"""{fence("$9")},
@@ -144,6 +146,10 @@ class CareStore:
             data = {"why": why, "to_batch": from_batch, **told}
             await write_journal(self._db, "endpoint_disabling", self._actor, endpoint_id, data)
         return True
+
+    async def survey(self) -> Survey:
+        """A look at the database as a whole."""
+        return await survey(self._db)
 
     async def over_count(self, lanes: Lanes, excess: int) -> dict[int, int]:
         """Up to which number each lane must go so that `excess` deliveries fewer are owed."""

@@ -25,6 +25,7 @@ from outbox.store.routing import RoutingStore
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from datetime import datetime
 
     from asyncpg import Connection
     from asyncpg.transaction import Transaction
@@ -87,12 +88,13 @@ GIVEN_BYTES_MAX = 32 << 10
 WRITE_BATCH = f"""
 WITH held AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $12 AND version = $15 AND ($21::bigint IS NULL OR server_timeline() = $21)
+     WHERE writer = $12 AND version = $15 AND ($22::bigint IS NULL OR server_timeline() = $22)
        AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),
 row AS (
-    INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer)
-    SELECT $1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12 FROM held),
+    INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer,
+                       committed_after)
+    SELECT $1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12, $21 FROM held),
 risen AS MATERIALIZED (
     SELECT n.lane_id, n.last_seq, n.last_seq - g.numbers AS was
       FROM held, unnest($7::bigint[], $8::bigint[]) AS n(lane_id, last_seq)
@@ -114,7 +116,7 @@ told AS MATERIALIZED (
      WHERE $18::text IS NOT NULL AND cardinality($9::bigint[]) > 0
        AND EXISTS (SELECT FROM replica WHERE id <> $12))
 SELECT lane_id, batch, seq, outbox_id, {EVENT}, NULL::bigint AS was_seq,
-       NULL::bigint AS backfill_id,
+       NULL::bigint AS backfill_id, $21::timestamptz AS committed_after,
        (SELECT count(*) FROM awake) + (SELECT count(*) FROM told)
            + (SELECT count(*) FROM counted) AS done
   FROM held
@@ -288,6 +290,7 @@ class CursorStore:
         writer: int,
         version: int,
         *,
+        committed_after: datetime | None,
         awake: bool,
         wanted: Mapping[int, LoadedLane],
         tell: str | None,
@@ -297,6 +300,7 @@ class CursorStore:
         Args:
             writer: must lead, or nothing is done;
             version: so must this be the version of who gets what.
+            committed_after: see the table.
             awake: set the wake-up flag to "awake".
             wanted: lanes that want what they were given now.
             tell: what to tell other replicas when it commits, if lanes have something.
@@ -326,6 +330,7 @@ class CursorStore:
             tell,
             deliveries.backfill_ids,
             deliveries.copy_ids,
+            committed_after,
             self._timeline,
         )
         if not rows:

@@ -74,7 +74,7 @@ EVENT = """event_id, tenant, type, key, payload::text AS payload, headers::text 
 # LIMIT 1 keeps the events to a look by id: a join would hash the whole outbox.
 # Large payloads come in smaller helpings, measured as they are stored.
 READ_DELIVERIES = f"""
-SELECT lane_id, batch, seq, outbox_id, backfill_id, {EVENT},
+SELECT lane_id, batch, seq, outbox_id, backfill_id, committed_after, {EVENT},
        was_endpoint_id, was_generation, was_slot, was_seq
   FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id, d.backfill_id,
                coalesce(o.event_id, x.event_id) AS event_id,
@@ -86,7 +86,7 @@ SELECT lane_id, batch, seq, outbox_id, backfill_id, {EVENT},
                coalesce(o.created_at, x.published_at) AS published_at,
                CASE WHEN coalesce(d.replay_id, d.backfill_id) IS NULL THEN o.expires_at END
                    AS expires_at,
-               w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq,
+               w.was_endpoint_id, w.was_generation, w.was_slot, w.was_seq, b.committed_after,
                sum(pg_column_size(coalesce(o.payload, x.payload))) OVER (
                    PARTITION BY lane.id ORDER BY d.seq
                    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
@@ -97,6 +97,8 @@ SELECT lane_id, batch, seq, outbox_id, backfill_id, {EVENT},
                  FROM delivery
                 WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.after_seq
                 ORDER BY batch, seq LIMIT $4) d
+          LEFT JOIN LATERAL (
+               SELECT committed_after FROM batch WHERE batch = d.batch LIMIT 1) b ON true
           LEFT JOIN LATERAL (
                SELECT * FROM outbox WHERE id = d.outbox_id LIMIT 1) o ON true
           LEFT JOIN LATERAL (
@@ -305,4 +307,5 @@ def delivery_of(lane: LoadedLane, row: Any) -> Delivery:
         headers=None if row["headers"] is None else row["headers"].encode(),
         replay_of=replay_of,
         backfill_id=row["backfill_id"],
+        committed_after=row["committed_after"],
     )

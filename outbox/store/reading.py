@@ -14,6 +14,7 @@ from outbox.errors import CursorBroken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
 
     from outbox.core.gaps import Holders
 
@@ -84,7 +85,7 @@ READ = f"""
 WITH event AS MATERIALIZED ({READ_EVENTS})
 SELECT id, tenant, type, spread, NULL::bigint AS last_id, NULL::bigint AS wakeup,
        NULL::bigint AS waiting, NULL::text[] AS holders, NULL::bigint AS leader,
-       NULL::bigint AS version, NULL::bigint AS server_timeline
+       NULL::bigint AS version, NULL::bigint AS server_timeline, NULL::timestamptz AS began_at
   FROM event
  UNION ALL
 SELECT NULL, NULL, NULL, NULL,
@@ -97,7 +98,7 @@ SELECT NULL, NULL, NULL, NULL,
        CASE WHEN cardinality($2) > 0 OR $6
                  OR (SELECT count(*) < max(id) - $1 FROM event WHERE id > $1)
             THEN array({HOLDERS.replace("$1", "$5")}) END,
-       writer, version, server_timeline()
+       writer, version, server_timeline(), statement_timestamp()
   FROM cursor
 """  # noqa: S608 (constants only)
 
@@ -119,6 +120,8 @@ class Reading:
     version: int
     server_timeline: int | None = None
     """None: the server does not say."""
+    began_at: datetime | None = None
+    """By the database's clock, before it looked: what it did not see was committed later."""
 
     def check(self, high: int) -> None:
         """Hold it to what the sequence can have done since `high` was read.
@@ -156,4 +159,5 @@ def reading_of(rows: Sequence[Any]) -> Reading:
         said["leader"],
         said["version"],
         said["server_timeline"],
+        said["began_at"],
     )

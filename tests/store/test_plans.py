@@ -206,7 +206,16 @@ async def _batch(log: LongLog) -> Case:
     heard = Heard()
     wanted: dict[int, Any] = dict.fromkeys(log.lanes[:20])
     await cursor.CursorStore(heard, timeline=1).write(
-        BATCHES, step, 100, deliveries, 1, 1, awake=True, wanted=wanted, tell=""
+        BATCHES,
+        step,
+        100,
+        deliveries,
+        1,
+        1,
+        committed_after=None,
+        awake=True,
+        wanted=wanted,
+        tell="",
     )
     ((sql, arguments),) = heard.asked
     leads = "UPDATE cursor SET writer = 1, version = 1"
@@ -260,14 +269,15 @@ async def _tail_of_a_lane_that_stands_still(log: LongLog) -> Case:
 
 
 async def _deliveries(log: LongLog) -> Case:
+    """Three rows for each: the delivery, its event and its batch."""
     ids = log.lanes_of(1)[:32]
     owed = (NUMBERS - ACKED) * len(ids)
     return Case(
         lanes.READ_DELIVERIES,
         (*_columns(ids, batch_of(ACKED + 1), ACKED), 32, 1 << 20),
-        2 * owed,
-        2 * FOUR * owed,
-        {"delivery": NEWEST, "outbox": NEWEST},
+        3 * owed,
+        3 * FOUR * owed,
+        {"delivery": NEWEST, "outbox": NEWEST, "batch": NEWEST},
     )
 
 
@@ -283,9 +293,9 @@ async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
     return Case(
         lanes.READ_DELIVERIES,
         (*_columns(ids, floor, STUCK), limit, 1 << 20),
-        2 * limit * len(ids),
-        2 * FOUR * limit * len(ids),
-        {"delivery": range(first, last + 1), "outbox": range(first, last + 1)},
+        3 * limit * len(ids),
+        3 * FOUR * limit * len(ids),
+        {each: range(first, last + 1) for each in ("delivery", "outbox", "batch")},
     )
 
 

@@ -87,6 +87,7 @@ class Batch(NamedTuple):
     lanes: tuple[int, ...]
     writer: int | None
     at: datetime
+    committed_after: datetime | None = None
 
 
 @dataclass

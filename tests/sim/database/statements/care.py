@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import care, changes
+from outbox.store import care, changes, survey
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait
 from tests.sim.database.statements.ownership import fence, journal
 from tests.sim.database.statements.registry import answers
@@ -52,6 +52,13 @@ def write_health(db: Database, tx: Transaction, me: int, *columns: Any) -> Steps
             new = {"resumes": resumes, "state": state, "since": since, "held_until": held_until}
             tx.change(db.endpoint_health, endpoint_id, **new, last_answer=last)
     return f"INSERT 0 {len(columns[0])}"
+
+
+@answers(survey.SURVEY)
+def look_around(db: Database, tx: Transaction) -> list[Row]:
+    # Numbers for people: nothing is decided by them.
+    ages = {"gap_age_s": None, "horizon_age_s": None}
+    return [{"dead_letters": len(list(tx.rows(db.dead_letter))), **ages, "alive": 1, "lapsed": 0}]
 
 
 @answers(care.LOCK_OWNERSHIP)

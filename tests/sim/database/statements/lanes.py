@@ -132,7 +132,11 @@ def read_deliveries(
     bytes_max: int,
 ) -> list[Row]:
     return [
-        {**event_row(db, lane_id, g), **_replayed(db, tx, g)}
+        {
+            **event_row(db, lane_id, g),
+            "committed_after": db.batch(g.batch).committed_after,
+            **_replayed(db, tx, g),
+        }
         for lane_id, floor, seq in sorted(zip(lane_ids, floors, after, strict=True))
         for g in _after(db, lane_id, floor, seq)[:limit]
     ]

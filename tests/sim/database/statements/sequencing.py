@@ -93,6 +93,7 @@ def read(
     oid: int,
     more_gaps: bool,
 ) -> Steps:
+    began_at = db.clock_timestamp()
     # The snapshot: events, and what stands on the cursor row.
     ids: list[int] = []
     for lo, hi in zip(los, his, strict=True):
@@ -117,6 +118,7 @@ def read(
         "leader": row["writer"],
         "version": row["version"],
         "server_timeline": None,
+        "began_at": began_at,
     }
     return [_sighting(event) for event in events] + [said]
 
@@ -172,6 +174,7 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         tell,
         backfill_ids,
         copy_ids,
+        committed_after,
     ) = arguments
     # The statement's snapshot; the row is looked at again once it is locked.
     row = tx.get(db.cursor, 1)
@@ -201,6 +204,7 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         tuple(counted),
         writer,
         db.clock_timestamp(),
+        committed_after,
     )
     tx.append(lambda: db.batches.append(told))
     for lane_id, last_seq in zip(counted, last_seqs, strict=True):
@@ -225,7 +229,10 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         tx.notify(OWNERS, tell)
     back = sorted(each for each in given if each[0] in set(wanted))
     kept = [(lane_id, g) for lane_id, g in back if not _is_gone(db, g)]
-    rows = [{"batch": batch, **event_row(db, lane_id, g)} for lane_id, g in kept]
+    rows = [
+        {"batch": batch, **event_row(db, lane_id, g), "committed_after": committed_after}
+        for lane_id, g in kept
+    ]
     return rows or [{"lane_id": None}]
 
 

@@ -1,0 +1,127 @@
+"""The relay's process: the relay, and what goes along with it.
+
+signals ──▶ relay ──▶ metrics and traces ──▶ the health listener, OTLP
+                  └─▶ systemd
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+import structlog
+
+import outbox
+from outbox.cli.common import warn
+from outbox.cli.systemd import Supervisor
+from outbox.errors import OutboxError
+from outbox.relay.connections import Connections
+from outbox.relay.observer import Observer
+from outbox.relay.relay import Relay, default_name
+from outbox.store import dsn
+from outbox.telemetry.exporting import exporting
+from outbox.telemetry.meters import Meters
+from outbox.telemetry.prometheus import Page
+from outbox.transport.client import AiohttpTransport
+from outbox.transport.egress import EgressPolicy
+from outbox.web import health
+from outbox.web.serving import serving
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from outbox.config import Settings
+    from outbox.telemetry.exporting import Exporting
+
+log = structlog.get_logger("outbox.relay")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def run(settings: Settings) -> None:
+    """Run a relay until it is told to stop.
+
+    Raises:
+        OutboxError: it cannot run.
+    """
+    address = dsn.of(settings)
+    for warning in address.warnings:
+        warn(warning)
+    name = default_name()
+    telemetry = exporting(name, outbox.__version__)
+    meters = Meters(time.time(), settings.metrics_endpoints_max)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(telemetry.close)
+        transport = AiohttpTransport(
+            EgressPolicy(settings.allow_networks), in_flight_max=settings.in_flight_max
+        )
+        stack.push_async_callback(transport.aclose)
+        relay = Relay(
+            settings,
+            transport,
+            Connections(address, settings),
+            name=name,
+            observer=Observer(meters, telemetry.tracing),
+        )
+        if settings.health is not None:
+            where = await stack.enter_async_context(
+                serving(_health(relay, telemetry), settings.health)
+            )
+            log.info("health and metrics", url=where.url)
+        await _deliver(relay, telemetry)
+
+
+async def _deliver(relay: Relay, telemetry: Exporting) -> None:
+    """Deliver until a signal says to stop; a second one stops at once."""
+    supervisor = Supervisor()
+    task = asyncio.current_task()
+    assert task is not None
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        if stopping:
+            task.cancel()
+        stopping = True
+        supervisor.stopping()
+        relay.stop()
+
+    loop = asyncio.get_running_loop()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    failed: OutboxError | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            beside = [
+                tasks.create_task(telemetry.push(lambda: relay.snapshot(time.time()))),
+                tasks.create_task(supervisor.follow(relay)),
+            ]
+            try:
+                await relay.run()
+            except OutboxError as error:
+                failed = error  # As it is, and not in a group.
+            finally:
+                for each in beside:
+                    each.cancel()
+    except asyncio.CancelledError:
+        if not stopping:
+            raise
+    if failed is not None:
+        raise failed
+
+
+def _health(relay: Relay, telemetry: Exporting) -> web.Application:
+    page = Page(telemetry.resource.attributes)
+
+    def why_not_ready() -> str | None:
+        condition = relay.condition()
+        return None if condition.ready else condition.why
+
+    async def metrics(accept: str) -> tuple[bytes, str]:
+        snapshot = await relay.snapshot(time.time())
+        return await asyncio.to_thread(page.render, snapshot, accept)
+
+    return health.application(why_not_ready, metrics)

@@ -1,0 +1,174 @@
+"""What is told of deliveries and endpoints: to the log, in numbers, and as traces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from outbox.core.health import State
+from outbox.core.request import Delivery
+from outbox.core.steps import DeadRange
+from outbox.telemetry.meters import Meters
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from outbox.core.answer import Answer, Verdict
+    from outbox.core.lane import Lane
+    from outbox.core.steps import Record, Send
+    from outbox.relay.owned import OwnedEndpoint, OwnedLane
+    from outbox.store.destinations import Endpoint
+    from outbox.telemetry.tracing import AttemptSpan, Tracing
+    from outbox.transport.port import Request
+
+log = structlog.get_logger("outbox.dispatcher")
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+class Observer:
+    """Tells of what the dispatcher does.
+
+    Args:
+        tracing: None: nothing is traced.
+    """
+
+    def __init__(self, meters: Meters | None = None, tracing: Tracing | None = None) -> None:
+        self.meters = meters or Meters()
+        self._tracing = tracing
+
+    # -------------------------------------------------------------- attempts
+
+    def begins(
+        self, lane: OwnedLane, send: Send, request: Request, now: float
+    ) -> tuple[Request, AttemptSpan | None]:
+        """An attempt is about to be made; returns the request as it is to be sent."""
+        if self._tracing is None:
+            return request, None
+        endpoint = lane.home.endpoint.name
+        span = self._tracing.attempt(endpoint, send.delivery, send.attempt, now)
+        if span is None:
+            return request, None
+        kept = (pair for pair in request.headers if pair[0].lower() not in TRACE_HEADERS)
+        return replace(request, headers=(*kept, *span.headers)), span
+
+    def answered(
+        self, lane: OwnedLane, send: Send, answer: Answer, record: Record, span: AttemptSpan | None
+    ) -> None:
+        """An attempt was answered, or not."""
+        row = record.attempt
+        assert row is not None
+        meters = lane.home.meters
+        self.meters.attempted(meters, row, answer)
+        if self._tracing is not None and span is not None:
+            self._tracing.answered(span, row, answer)
+        if row.outcome != "delivered":
+            return
+        ended_at = row.started_at + row.elapsed_s
+        since = send.delivery.waits_since
+        self.meters.delivered(meters, row.attempt, None if since is None else ended_at - since)
+        if self._tracing is not None and span is not None:
+            began_at = row.started_at if since is None else since
+            endpoint = lane.home.endpoint.name
+            self._tracing.ended(
+                endpoint, send.delivery, "delivered", row.attempt, began_at, ended_at, span.origin
+            )
+
+    def abandoned(self, span: AttemptSpan | None, now: float) -> None:
+        """An attempt is closed before it was answered; somebody will make it again."""
+        if self._tracing is not None and span is not None:
+            self._tracing.abandoned(span, now)
+
+    # What follows is told when it is durable.
+
+    def failed(
+        self,
+        lane: OwnedLane,
+        send: Send,
+        verdict: Verdict,
+        answer: Answer,
+        record: Record,
+        now: float,
+    ) -> None:
+        """An attempt did not succeed, and there will be another."""
+        progress = record.progress
+        next_at = progress.next_attempt_at if progress is not None else None
+        delay_s = None if next_at is None else max(next_at - now, 0.0)
+        if delay_s is not None:
+            self.meters.waits(delay_s)
+        log.warning(
+            "attempt failed",
+            **_where(lane, send.delivery.seq),
+            attempt=send.attempt,
+            status=answer.status,
+            failure=answer.failure and answer.failure.value,
+            detail=answer.detail or None,
+            verdict=verdict.name.lower(),
+            retry_in_s=None if delay_s is None else round(delay_s, 3),
+            **self._trace(send.delivery),
+        )
+
+    def given_up(self, lane: OwnedLane, record: Record, now: float) -> None:
+        """Something was given up, if that is what the record says."""
+        dead = record.dead
+        if dead is None:
+            return
+        self.meters.given_up(lane.home.meters, dead)
+        if isinstance(dead, DeadRange):
+            log.error(
+                "deliveries given up",
+                **_where(lane, dead.seq),
+                to_sequence=dead.to_seq,
+                reason=dead.reason,
+            )
+            return
+        # Of an event that was erased only its place is known.
+        delivery = dead.delivery if isinstance(dead.delivery, Delivery) else None
+        log.error(
+            "delivery given up",
+            **_where(lane, record.seq),
+            reason=dead.reason,
+            attempts=dead.attempts,
+            event_id=None if delivery is None else str(delivery.event_id),
+            lane_blocked=record.blocks or None,
+            **self._trace(delivery),
+        )
+        if self._tracing is not None and delivery is not None:
+            since = delivery.waits_since
+            endpoint = lane.home.endpoint.name
+            began_at = now if since is None else since
+            self._tracing.ended(endpoint, delivery, dead.reason, dead.attempts, began_at, now)
+
+    def finished(self, endpoint: Endpoint, lanes: Iterable[Lane]) -> None:
+        """An endpoint ended, and what its lanes owed is given up."""
+        reason = "removed" if endpoint.state == "removing" else "disabled"
+        if owed := sum(lane.owed for lane in lanes):
+            self.meters.ended(self.meters.of(endpoint.name), reason, owed)
+        log.info("endpoint ended", endpoint=endpoint.name, was=endpoint.state, given_up=owed)
+
+    # ---------------------------------------------------------------- health
+
+    def health(self, home: OwnedEndpoint, now: float) -> None:
+        """An endpoint's health changed."""
+        state, record = home.health.state, home.health.record()
+        answer = record.last_answer or {}
+        write = log.info if state in (State.HEALTHY, State.RECOVERING) else log.warning
+        write(
+            f"endpoint is {state.value}",
+            endpoint=home.endpoint.name,
+            status=answer.get("status"),
+            failure=answer.get("failure"),
+            held_s=record.held_until and round(max(record.held_until - now, 0.0), 1),
+        )
+
+    def _trace(self, delivery: Delivery | None) -> dict[str, str]:
+        """The trace that a line of the log belongs to; only where something is traced."""
+        if self._tracing is None or delivery is None:
+            return {}
+        return {"trace_id": self._tracing.trace_id(delivery)}
+
+
+def _where(lane: OwnedLane, seq: int) -> dict[str, Any]:
+    return {"endpoint": lane.home.endpoint.name, "lane": lane.loaded.name, "sequence": seq}

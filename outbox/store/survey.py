@@ -1,0 +1,53 @@
+"""What the leader tells of the database as a whole: a few numbers, now and then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+DEAD_LETTERS_MAX = 100_000
+"""More are not counted: they are read one by one."""
+
+# Ids are given out in order, so the lowest open gap is the oldest: it is there since
+# the first batch that saw a higher one.  What a role may not see of others' sessions
+# (without pg_monitor) is not in the horizon's age.
+SURVEY = f"""
+WITH newest AS MATERIALIZED (SELECT young FROM batch ORDER BY batch DESC LIMIT 1),
+oldest AS MATERIALIZED (
+    SELECT least((SELECT lo FROM gap ORDER BY lo LIMIT 1), lower(young)) AS id FROM newest)
+SELECT (SELECT count(*)
+          FROM (SELECT FROM dead_letter WHERE state = 'dead' LIMIT {DEAD_LETTERS_MAX}) d)
+           AS dead_letters,
+       (SELECT extract(epoch FROM clock_timestamp() - b.at)::float8
+          FROM oldest, LATERAL (
+               SELECT at FROM batch WHERE high >= oldest.id ORDER BY high, batch LIMIT 1) b)
+           AS gap_age_s,
+       (SELECT extract(epoch FROM clock_timestamp() - min(began_at))::float8
+          FROM (SELECT a.xact_start AS began_at FROM pg_stat_activity a
+                 WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
+                   AND (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL)
+                 UNION ALL
+                SELECT prepared FROM pg_prepared_xacts WHERE database = current_database()) x)
+           AS horizon_age_s,
+       (SELECT count(*) FROM replica WHERE expires_at > clock_timestamp()) AS alive,
+       (SELECT count(*) FROM replica WHERE expires_at <= clock_timestamp()) AS lapsed
+"""  # noqa: S608 (constants only)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The numbers; ages in seconds, None where there is nothing."""
+
+    dead_letters: int
+    gap_age_s: float | None
+    horizon_age_s: float | None
+    alive: int
+    lapsed: int
+
+
+async def survey(connection: Connection[Any]) -> Survey:
+    """Look; asyncpg's errors pass through."""
+    return Survey(**dict(await connection.fetchrow(SURVEY)))

@@ -1,0 +1,202 @@
+"""Where traces and metrics are pushed to, as OpenTelemetry's variables say.
+
+    OTEL_EXPORTER_OTLP_ENDPOINT      http://collector:4318; nothing is pushed without it
+    OTEL_TRACES_EXPORTER             otlp, console or none
+    OTEL_METRICS_EXPORTER            otlp, console, none, or prometheus (the health listener has it)
+    OTEL_TRACES_SAMPLER[_ARG]        parentbased_traceidratio and 0.01: one event of a hundred
+    OTEL_METRIC_EXPORT_INTERVAL      milliseconds between two pushes of metrics
+    OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_…, OTEL_EXPORTER_OTLP_…, OTEL_SDK_DISABLED
+
+The SDK and its exporters read most of them themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from opentelemetry.sdk.metrics.export import ConsoleMetricExporter, MetricExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    ConsoleSpanExporter,
+    SimpleSpanProcessor,
+    SpanExporter,
+)
+
+from outbox.errors import UsageError
+from outbox.telemetry.otlp import MetricsData
+from outbox.telemetry.tracing import Ids, Tracing
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from outbox.telemetry.snapshot import Snapshot
+
+log = structlog.get_logger("outbox.telemetry")
+
+SERVICE_NAME = "outbox-relay"
+INTERVAL_MS, TIMEOUT_MS = 60_000, 30_000
+"""OpenTelemetry's defaults."""
+LAST_S = 3.0
+"""What is left at the end has so long to be pushed."""
+
+_SIGNALS = {"traces": "OTLPSpanExporter", "metrics": "OTLPMetricExporter"}
+_MODULES = {
+    ("http/protobuf", "traces"): "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    ("http/protobuf", "metrics"): "opentelemetry.exporter.otlp.proto.http.metric_exporter",
+    ("grpc", "traces"): "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
+    ("grpc", "metrics"): "opentelemetry.exporter.otlp.proto.grpc.metric_exporter",
+}
+_PACKAGES = {
+    "http/protobuf": "outbox-relay[otlp]",
+    "grpc": "opentelemetry-exporter-otlp-proto-grpc",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Exporting:
+    """What is pushed, and how."""
+
+    resource: Resource
+    provider: TracerProvider | None
+    tracing: Tracing | None
+    """None: nothing is traced."""
+    metrics: MetricExporter | None
+    interval_s: float
+    timeout_s: float
+    delta: bool
+    version: str
+
+    async def push(self, collect: Callable[[], Awaitable[Snapshot]]) -> None:
+        """Push metrics until cancelled, and once more then; what fails is logged, and is over."""
+        if self.metrics is None:
+            return
+        data = MetricsData(self.resource, self.version, delta=self.delta)
+        try:
+            while True:
+                await asyncio.sleep(self.interval_s)
+                await self._push(data, await collect(), self.timeout_s)
+        finally:
+            await self._push(data, await collect(), min(LAST_S, self.timeout_s))
+
+    async def _push(self, data: MetricsData, snapshot: Snapshot, timeout_s: float) -> None:
+        assert self.metrics is not None
+        try:
+            await asyncio.to_thread(self.metrics.export, data.of(snapshot), timeout_s * 1000)
+        except Exception as error:
+            # Of an exporter of somebody's own; OpenTelemetry's log, and return.
+            log.warning("metrics were not pushed", reason=f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """Push the spans that are left; bounded, whatever the collector does."""
+        for shutdown in (self._close_traces, self._close_metrics):
+            try:
+                async with asyncio.timeout(LAST_S):
+                    await asyncio.to_thread(shutdown)
+            except TimeoutError:
+                log.warning("what is left of telemetry was not pushed in time", at_most_s=LAST_S)
+
+    def _close_traces(self) -> None:
+        if self.provider is not None:
+            self.provider.shutdown()
+
+    def _close_metrics(self) -> None:
+        if self.metrics is not None:
+            self.metrics.shutdown(timeout_millis=LAST_S * 1000)
+
+
+def exporting(instance: str, version: str, env: Mapping[str, str] | None = None) -> Exporting:
+    """What the environment asks for.
+
+    Args:
+        instance: the name of this replica.
+        env: instead of the process's environment; the SDK reads that itself.
+
+    Raises:
+        UsageError: a variable asks for what is not there; one line that says which.
+    """
+    env = os.environ if env is None else env
+    resource = _resource(instance, version, env)
+    disabled = env.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    spans: SpanExporter | None = None if disabled else _exporter("traces", env)
+    metrics: MetricExporter | None = None if disabled else _exporter("metrics", env)
+    provider = tracing = None
+    if spans is not None:
+        ids = Ids()
+        provider = TracerProvider(resource=resource, id_generator=ids)
+        console = isinstance(spans, ConsoleSpanExporter)
+        provider.add_span_processor(
+            SimpleSpanProcessor(spans) if console else BatchSpanProcessor(spans)
+        )
+        tracing = Tracing(provider, ids)
+    preference = env.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "").strip().lower()
+    return Exporting(
+        resource,
+        provider,
+        tracing,
+        metrics,
+        _milliseconds("OTEL_METRIC_EXPORT_INTERVAL", INTERVAL_MS, env) / 1000,
+        _milliseconds("OTEL_METRIC_EXPORT_TIMEOUT", TIMEOUT_MS, env) / 1000,
+        preference in ("delta", "lowmemory"),
+        version,
+    )
+
+
+def _resource(instance: str, version: str, env: Mapping[str, str]) -> Resource:
+    ours = {"service.version": version, "service.instance.id": instance}
+    named = env.get("OTEL_SERVICE_NAME") or "service.name=" in env.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    if not named:
+        ours["service.name"] = SERVICE_NAME
+    return Resource.create(ours)
+
+
+def _exporter(signal: str, env: Mapping[str, str]) -> Any:
+    """The exporter of a signal; None: it is not pushed."""
+    variable = f"OTEL_{signal.upper()}_EXPORTER"
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT")
+    chosen = env.get(variable, "").strip().lower()
+    if not chosen:
+        chosen = "otlp" if any(env.get(name) for name in endpoints) else "none"
+    if chosen == "none" or (chosen == "prometheus" and signal == "metrics"):
+        return None
+    if chosen == "console":
+        return ConsoleSpanExporter() if signal == "traces" else ConsoleMetricExporter()
+    if chosen != "otlp":
+        known = (
+            "otlp, console or none" if signal == "traces" else "otlp, prometheus, console or none"
+        )
+        raise UsageError(f'{variable}: there is no exporter "{chosen}"; use {known}')
+    own, common = f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
+    protocol = (env.get(own) or env.get(common) or "http/protobuf").strip()
+    if (protocol, signal) not in _MODULES:
+        named = own if env.get(own) else common
+        raise UsageError(f'{named}: there is no protocol "{protocol}"; use http/protobuf or grpc')
+    try:
+        module = importlib.import_module(_MODULES[protocol, signal])
+    except ImportError:
+        raise UsageError(
+            f"{signal} are to be pushed by OTLP over {protocol}, which is not installed: "
+            f"pip install '{_PACKAGES[protocol]}', or set {variable}=none"
+        ) from None
+    return getattr(module, _SIGNALS[signal])()
+
+
+def _milliseconds(name: str, default: int, env: Mapping[str, str]) -> float:
+    text = env.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e10:
+        raise UsageError(f'{name}: "{text}" is not a number of milliseconds')
+    return value

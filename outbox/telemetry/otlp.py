@@ -1,0 +1,125 @@
+"""A snapshot as OpenTelemetry's SDK hands it to its exporters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from opentelemetry.sdk.metrics import export as sdk
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from outbox.telemetry.catalogue import Kind
+from outbox.telemetry.snapshot import Buckets
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
+    from outbox.telemetry.catalogue import Metric
+    from outbox.telemetry.snapshot import Attributes, Series, Snapshot, Value
+
+NS = 1_000_000_000
+
+
+class MetricsData:
+    """Makes of each snapshot what an exporter takes.
+
+    Args:
+        delta: tell what was added since the last snapshot, not since the start; gauges are
+            told as they are.
+    """
+
+    def __init__(self, resource: Resource, version: str, *, delta: bool = False) -> None:
+        self._resource = resource
+        self._scope = InstrumentationScope("outbox", version)
+        self._delta = delta
+        self._last: Snapshot | None = None
+
+    def of(self, snapshot: Snapshot) -> sdk.MetricsData:
+        """The data of one export."""
+        last, self._last = self._last, snapshot
+        if not self._delta:
+            last = None
+        start_ns = int((snapshot.started_at if last is None else last.at) * NS)
+        metrics = [
+            sdk.Metric(
+                name=metric.name,
+                description=metric.description,
+                unit=metric.unit,
+                data=self._data(metric, series, last, start_ns, int(snapshot.at * NS)),
+            )
+            for metric, series in snapshot.series.items()
+            if series
+        ]
+        scope = sdk.ScopeMetrics(scope=self._scope, metrics=metrics, schema_url="")
+        resource = sdk.ResourceMetrics(
+            resource=self._resource, scope_metrics=[scope], schema_url=self._resource.schema_url
+        )
+        return sdk.MetricsData(resource_metrics=[resource])
+
+    def _data(
+        self, metric: Metric, series: Series, last: Snapshot | None, start_ns: int, now_ns: int
+    ) -> sdk.DataT:
+        if metric.kind is Kind.GAUGE:
+            gauges = [
+                sdk.NumberDataPoint(_attributes(metric, key), start_ns, now_ns, _number(value))
+                for key, value in series.items()
+            ]
+            return sdk.Gauge(gauges)
+        temporality = (
+            sdk.AggregationTemporality.DELTA
+            if self._delta
+            else sdk.AggregationTemporality.CUMULATIVE
+        )
+        before: Series = {} if last is None else last.series.get(metric, {})
+        if metric.kind is Kind.COUNTER:
+            counts = [
+                sdk.NumberDataPoint(
+                    _attributes(metric, key),
+                    start_ns,
+                    now_ns,
+                    _added(_number(value), _number(before.get(key, 0))),
+                )
+                for key, value in series.items()
+            ]
+            return sdk.Sum(counts, temporality, is_monotonic=True)
+        points = [
+            _histogram(metric, key, value, before.get(key), start_ns, now_ns)
+            for key, value in series.items()
+        ]
+        return sdk.Histogram(points, temporality)
+
+
+def _histogram(
+    metric: Metric, key: Attributes, value: Value, before: Value | None, start_ns: int, now_ns: int
+) -> sdk.HistogramDataPoint:
+    assert isinstance(value, Buckets)
+    counts, total = list(value.counts), value.sum
+    if isinstance(before, Buckets) and before.count <= value.count:
+        counts = [n - m for n, m in zip(counts, before.counts, strict=True)]
+        total -= before.sum
+    return sdk.HistogramDataPoint(
+        attributes=_attributes(metric, key),
+        start_time_unix_nano=start_ns,
+        time_unix_nano=now_ns,
+        count=sum(counts),
+        sum=total,
+        bucket_counts=counts,
+        explicit_bounds=metric.bounds,
+        # They are not kept, and the field is optional on the wire.
+        min=None,  # type: ignore[arg-type]
+        max=None,  # type: ignore[arg-type]
+    )
+
+
+def _added(value: float, before: float) -> float:
+    """Since the last snapshot; a series that lost its place meanwhile began anew."""
+    return value - before if value >= before else value
+
+
+def _attributes(metric: Metric, key: Attributes) -> dict[str, str]:
+    pairs = zip(metric.attributes, key, strict=True)
+    return {name: value for name, value in pairs if value is not None}
+
+
+def _number(value: Value) -> float:
+    assert not isinstance(value, Buckets)
+    return value

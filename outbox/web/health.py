@@ -1,0 +1,65 @@
+"""The health listener: for whoever supervises the process, and for Prometheus.
+
+It has an address of its own, asks nobody who they are, and tells no secrets.  A
+receiver that fails is no reason to be unhealthy or not ready: it would have the relay
+restarted, or taken out of service, for somebody else's fault.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+PATHS = """\
+/healthz   200 as long as the process answers
+/readyz    200 while it reaches its database and follows the cursor, otherwise 503 and why
+/metrics   for Prometheus
+"""
+
+
+def application(
+    why_not_ready: Callable[[], str | None],
+    metrics: Callable[[str], Awaitable[tuple[bytes, str]]],
+) -> web.Application:
+    """The listener's application.
+
+    Args:
+        why_not_ready: in one line; None: it is ready.
+        metrics: given the Accept header, the text and its content type.
+    """
+    # One after the other: who asks twice waits, and the deliveries do not.
+    asking = asyncio.Lock()
+
+    async def healthz(_: web.Request) -> web.Response:
+        return _text(200, "ok\n")
+
+    async def readyz(_: web.Request) -> web.Response:
+        why = why_not_ready()
+        return _text(200, "ready\n") if why is None else _text(503, f"not ready: {why}\n")
+
+    async def measured(request: web.Request) -> web.Response:
+        async with asking:
+            text, content_type = await metrics(request.headers.get("Accept", ""))
+        return web.Response(body=text, headers={"Content-Type": content_type, **HEADERS})
+
+    async def paths(_: web.Request) -> web.Response:
+        return _text(200, PATHS)
+
+    made = web.Application(client_max_size=1)
+    made.router.add_get("/", paths)
+    made.router.add_get("/healthz", healthz)
+    made.router.add_get("/readyz", readyz)
+    made.router.add_get("/metrics", measured)
+    return made
+
+
+HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+def _text(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=text, headers=HEADERS)

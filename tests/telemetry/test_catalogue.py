@@ -1,0 +1,42 @@
+"""The table of metrics, the document, and what is really exported: all three are the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from outbox.telemetry import catalogue
+from outbox.telemetry.catalogue import CATALOGUE, Kind, Metric
+from outbox.telemetry.table import table
+
+DOCUMENT = Path(catalogue.__file__).parents[1] / "docs" / "metrics.md"
+
+
+def test_the_document_is_the_table() -> None:
+    assert DOCUMENT.read_text(encoding="utf-8") == table(), (
+        "run: python -m outbox.telemetry.table > outbox/docs/metrics.md"
+    )
+
+
+def test_every_metric_is_in_the_table_once() -> None:
+    known = [each for each in vars(catalogue).values() if isinstance(each, Metric)]
+    assert set(known) == set(CATALOGUE)
+    assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE)
+    assert len({metric.prometheus for metric in CATALOGUE}) == len(CATALOGUE)
+
+
+def test_names_and_units_are_those_of_opentelemetry() -> None:
+    for metric in CATALOGUE:
+        assert re.fullmatch(r"outbox(\.[a-z]+(_[a-z]+)*)+", metric.name), metric.name
+        assert re.fullmatch(r"s|\{[a-z_]+\}", metric.unit), metric.name
+        assert metric.description.endswith("."), metric.name
+        # The unit is not part of the name, nor is the kind: exporters add both.
+        assert not re.search(r"_?(total|seconds|count|bucket|sum)$", metric.name), metric.name
+        assert bool(metric.bounds) == (metric.kind is Kind.HISTOGRAM), metric.name
+        assert list(metric.bounds) == sorted(set(metric.bounds)), metric.name
+
+
+def test_names_in_prometheus_say_unit_and_kind() -> None:
+    assert catalogue.ATTEMPT_DURATION.prometheus == "outbox_attempt_duration_seconds"
+    assert catalogue.DELIVERIES.prometheus == "outbox_deliveries_total"
+    assert catalogue.DEAD_LETTERS.prometheus == "outbox_dead_letters"

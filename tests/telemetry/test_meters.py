@@ -1,0 +1,100 @@
+"""Counting: what ends up in which bucket and series, and how many series there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from outbox.core.answer import Answer, Failure
+from outbox.core.steps import AttemptRow, DeadRange
+from outbox.telemetry import catalogue
+from outbox.telemetry.catalogue import OTHER
+from outbox.telemetry.meters import Meters, error_type
+from outbox.telemetry.snapshot import Buckets
+
+OK = Answer.of(200, 0.03)
+
+
+def row(outcome: str = "delivered", attempt: int = 1, elapsed_s: float = 0.03) -> AttemptRow:
+    return AttemptRow(1, 1, attempt, outcome, 200, None, 0.0, elapsed_s)  # type: ignore[arg-type]
+
+
+def test_a_value_counts_in_the_first_bucket_that_it_fits() -> None:
+    meters = Meters()
+    here = meters.taken("shop")
+    for elapsed_s in (-1.0, 0.005, 0.006, 300.0, 301.0):
+        meters.attempted(here, row(elapsed_s=elapsed_s), OK)
+    buckets = meters.snapshot(1.0, {}).series[catalogue.ATTEMPT_DURATION]["shop",]
+    assert isinstance(buckets, Buckets)
+    assert buckets.counts == (2, 1, *[0] * 11, 1, 1)
+    assert buckets.count == 5
+    assert buckets.sum == pytest.approx(601.011)
+
+
+def test_what_becomes_of_deliveries_is_counted() -> None:
+    meters = Meters()
+    here = meters.taken("shop")
+    meters.attempted(here, row("retry"), Answer.of(503, 0.1))
+    meters.waits(4.0)
+    meters.attempted(here, row("retry", 2), Answer.failed(Failure.TIMEOUT, "late", 0.1))
+    meters.attempted(here, row("delivered", 3), OK)
+    meters.delivered(here, 3, 1.5)
+    meters.delivered(here, 1, None)
+    meters.given_up(here, DeadRange(1, 5, 9, "backlog", 0, None))
+    series = meters.snapshot(1.0, {}).series
+    assert series[catalogue.ATTEMPTS_MADE] == {
+        ("shop", "retry", "5xx"): 1,
+        ("shop", "retry", "timeout"): 1,
+        ("shop", "delivered", None): 1,
+    }
+    assert series[catalogue.RETRIES] == {("retry",): 1, ("delivered",): 1}
+    assert series[catalogue.DELIVERIES] == {("shop", "delivered"): 2, ("shop", "backlog"): 5}
+    latency = series[catalogue.DELIVERY_LATENCY]["shop",]
+    assert isinstance(latency, Buckets)
+    assert latency.count == 1, "what is sent again has no latency"
+
+
+def test_series_do_not_grow_with_the_endpoints() -> None:
+    meters = Meters(endpoints_max=100)
+    for n in range(10_000):
+        here = meters.taken(f"endpoint {n}")
+        for outcome in ("delivered", "retry", "refused"):
+            meters.attempted(here, row(outcome), Answer.of(503, 0.1))
+        meters.delivered(here, 1, 0.1)
+    series = meters.snapshot(1.0, {}).series
+    assert sum(map(len, series.values())) <= 101 * (3 + 1 + 2) + 10
+    assert series[catalogue.DELIVERIES][OTHER, "delivered"] == 9_900
+    assert sum(series[catalogue.DELIVERIES].values()) == 10_000  # type: ignore[arg-type]
+
+
+def test_who_is_owned_no_more_leaves_its_place_to_others() -> None:
+    meters = Meters(endpoints_max=1)
+    first = meters.taken("first")
+    meters.delivered(first, 1, None)
+    assert meters.label("second") == OTHER
+    meters.left(first)
+    series = meters.snapshot(1.0, {}).series
+    assert series[catalogue.DELIVERIES] == {("first", "delivered"): 1}, "not before it is needed"
+    meters.delivered(meters.taken("second"), 1, None)
+    series = meters.snapshot(1.0, {}).series
+    assert series[catalogue.DELIVERIES] == {("second", "delivered"): 1}
+
+
+def test_a_new_session_owns_nothing() -> None:
+    meters = Meters(endpoints_max=1)
+    meters.taken("first")
+    meters.begin()
+    assert meters.label("first") == "first"
+    meters.taken("second")
+    assert meters.label("first") == OTHER
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (Answer.of(404, 0.1), "4xx"),
+        (Answer.of(302, 0.1), "3xx"),
+        (Answer.failed(Failure.DNS, "no such name", 0.1), "dns"),
+    ],
+)
+def test_errors_are_of_few_kinds(answer: Answer, error: str) -> None:
+    assert error_type(answer) == error

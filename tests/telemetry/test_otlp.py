@@ -1,0 +1,96 @@
+"""What is pushed by OTLP, as a collector reads it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
+from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
+from opentelemetry.sdk.resources import Resource
+
+from outbox.telemetry import catalogue
+from outbox.telemetry.catalogue import CATALOGUE
+from outbox.telemetry.otlp import MetricsData
+from outbox.telemetry.snapshot import Buckets, Snapshot
+from tests.telemetry.test_prometheus import everything
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+RESOURCE = Resource({"service.name": "outbox-relay"})
+
+
+def pushed(data: MetricsData, snapshot: Snapshot) -> dict[str, Any]:
+    request = encode_metrics(data.of(snapshot))
+    (resource,) = request.resource_metrics
+    (scope,) = resource.scope_metrics
+    assert scope.scope.name == "outbox"
+    return {metric.name: metric for metric in scope.metrics}
+
+
+def attributes(point: Any) -> Mapping[str, str]:
+    return {each.key: each.value.string_value for each in point.attributes}
+
+
+def counted(at: float, delivered: int, buckets: tuple[int, ...] | None) -> Snapshot:
+    series: dict[Any, Any] = {catalogue.EVENTS: {(): delivered}}
+    if buckets is not None:
+        series[catalogue.DELIVERY_ATTEMPTS] = {(): Buckets(buckets, float(sum(buckets)))}
+    return Snapshot(100.0, at, series)
+
+
+def test_every_metric_is_pushed_with_its_unit() -> None:
+    found = pushed(MetricsData(RESOURCE, "1"), everything())
+    assert {name: metric.unit for name, metric in found.items()} == {
+        metric.name: metric.unit for metric in CATALOGUE
+    }
+    assert all(found[m.name].description == m.description for m in CATALOGUE)
+    (point,) = found["outbox.attempts"].sum.data_points
+    assert attributes(point) == {"endpoint": "x", "outcome": "x", "error.type": "x"}
+    (point,) = found["outbox.delivery.attempts"].histogram.data_points
+    assert list(point.bucket_counts) == list(range(10))
+    assert (point.count, point.sum) == (45, 2.5)
+    assert not point.HasField("min")
+
+
+def test_an_attribute_that_does_not_apply_is_left_out() -> None:
+    key = ("shop", "delivered", None)
+    snapshot = Snapshot(0.0, 1.0, {catalogue.ATTEMPTS_MADE: {key: 1}})
+    (point,) = pushed(MetricsData(RESOURCE, "1"), snapshot)["outbox.attempts"].sum.data_points
+    assert attributes(point) == {"endpoint": "shop", "outcome": "delivered"}
+
+
+def test_counts_are_since_the_start_unless_asked_otherwise() -> None:
+    data = MetricsData(RESOURCE, "1")
+    pushed(data, counted(160.0, 5, None))
+    metric = pushed(data, counted(220.0, 7, None))["outbox.events"].sum
+    (point,) = metric.data_points
+    assert metric.is_monotonic
+    assert metric.aggregation_temporality == AggregationTemporality.Value(
+        "AGGREGATION_TEMPORALITY_CUMULATIVE"
+    )
+    assert (point.as_double or point.as_int) == 7
+    assert (point.start_time_unix_nano, point.time_unix_nano) == (100 * 10**9, 220 * 10**9)
+
+
+def test_who_wants_deltas_gets_what_was_added() -> None:
+    data = MetricsData(RESOURCE, "1", delta=True)
+    first = (1, *[0] * 9)
+    pushed(data, counted(160.0, 5, first))
+    found = pushed(data, counted(220.0, 7, (3, 1, *[0] * 8)))
+    (point,) = found["outbox.events"].sum.data_points
+    assert (point.as_double or point.as_int) == 2
+    assert (point.start_time_unix_nano, point.time_unix_nano) == (160 * 10**9, 220 * 10**9)
+    (point,) = found["outbox.delivery.attempts"].histogram.data_points
+    assert list(point.bucket_counts)[:3] == [2, 1, 0]
+    assert (point.count, point.sum) == (3, 3.0)
+
+
+def test_a_series_that_began_anew_adds_what_it_has() -> None:
+    data = MetricsData(RESOURCE, "1", delta=True)
+    pushed(data, counted(160.0, 5, (5, *[0] * 9)))
+    found = pushed(data, counted(220.0, 2, (2, *[0] * 9)))
+    (point,) = found["outbox.events"].sum.data_points
+    assert (point.as_double or point.as_int) == 2
+    (point,) = found["outbox.delivery.attempts"].histogram.data_points
+    assert point.count == 2
