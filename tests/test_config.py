@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from outbox.config import Settings, load, secrets, variable
 from outbox.errors import UsageError
+from outbox.web.address import Address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +33,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (settings.poll_s, settings.notify, settings.pooled) == (1.0, True, False)
     assert (settings.batch_events_max, settings.batch_deliveries_max) == (2000, 20_000)
     assert settings.allow_networks == ()
+    assert (settings.health, settings.metrics_endpoints_max) == (None, 100)
     assert (settings.log_format, settings.log_level) == ("auto", "info")
 
 
@@ -51,6 +53,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "secret": "whsec_x",
         "notify": "off",
         "allow_networks": "10.0.0.0/8,::1",
+        "health": "localhost:9090",
         "log_format": "JSON",
         "log_level": "Debug",
     }
@@ -66,6 +69,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         ipaddress.ip_network("10.0.0.0/8"),
         ipaddress.ip_network("::1"),
     )
+    assert settings.health == Address("localhost", 9090)
     assert (settings.log_format, settings.log_level) == ("json", "debug")
 
 

@@ -43,6 +43,15 @@ def configure(settings: Settings) -> None:
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )
+    logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
+
+
+class _Forward(logging.Handler):
+    """What libraries log goes the same way, and looks the same."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write = structlog.get_logger(record.name).log
+        write(record.levelno, record.getMessage(), logger=record.name)
 
 
 def _one_line(value: Any, **_: Any) -> bytes:

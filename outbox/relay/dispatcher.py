@@ -144,6 +144,9 @@ class Dispatcher:
         for endpoint in endpoints:
             home = self._owned[endpoint.id]
             before = home.health.state
+            if endpoint.name != home.endpoint.name:
+                self._observer.meters.left(home.meters)
+                home.meters = self._observer.meters.taken(endpoint.name)
             home.change(endpoint, self._now())
             for lane_id in home.lanes.keys() & lifted:
                 home.lanes[lane_id].machine.unblock()

@@ -189,6 +189,7 @@ class Ownership:
         """This replica committed a batch: no need to read it back."""
         if sequenced.batch == self._known_batch + 1:
             self._known_batch = sequenced.batch
+        self._observer.meters.events += sequenced.events
         last_seqs = sequenced.deliveries.counters
         tell_at = self._teller.tell_at()
         self._teller.written(sequenced.batch, last_seqs, self._clock(), told=sequenced.told)

@@ -8,14 +8,16 @@ HEAD = f"""\
 # Metrics
 
 What `outbox relay` measures. Prometheus reads it at `/metrics` of the health listener
-(`outbox relay --health 127.0.0.1:9090`); with `OTEL_EXPORTER_OTLP_ENDPOINT` it is pushed by OTLP, too. Units are
-UCUM's; what is in braces is only counted.
+(`outbox relay --health 127.0.0.1:9090`); with `OTEL_EXPORTER_OTLP_ENDPOINT` it is
+pushed by OTLP, too. Units are UCUM's; what is in braces is only counted.
 
-`endpoint` is the name of an endpoint, for at most `OUTBOX_METRICS_ENDPOINTS_MAX` endpoints of a replica (100 if not
-said); all others are measured together as `{OTHER}`. So ten thousand endpoints do not become a hundred thousand series.
+`endpoint` is the name of an endpoint, for at most `OUTBOX_METRICS_ENDPOINTS_MAX`
+endpoints of a replica (100 if not said); all others are measured together as
+`{OTHER}`. So ten thousand endpoints do not become a hundred thousand series.
 
-Counters and histograms are of one replica and begin with its process: add up the replicas. Gauges of lanes and endpoints
-are of the endpoints that the replica owns; those that say so are told by the replica that leads.
+Counters and histograms are of one replica and begin with its process: add up the
+replicas. Gauges of lanes and endpoints are of the endpoints that the replica owns;
+those that say so are told by the replica that leads.
 
 | OpenTelemetry | Prometheus | Kind | Unit | Attributes | What it says |
 |---|---|---|---|---|---|

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound="Callable[..., None]")
 
+MICROSECOND_S = 1e-6
+"""As well as a timestamp is kept."""
+
 
 def reports(method: M) -> M:
     """What it finds is kept; the run goes on until somebody asks."""
@@ -96,6 +99,9 @@ class Checker:
         self.harmed_until = 0.0
         self.violations: list[Violation] = []
         self.moments = moments.Moments()
+        # By the server's clock, as long as nobody set that.
+        self._committed_at: dict[int, float] = {}
+        self._skew_s = database.skew_s
         self.duplicates = 0
         self.latencies: list[float] = []
         self.pauses: dict[UUID, float] = {}
@@ -157,11 +163,20 @@ class Checker:
 
     def _event(self, event_id: int, quiet: bool) -> None:
         self.moments.come(moments.EVENT)
+        self._committed_at[event_id] = self.database.wall()
         if not quiet:
             self._visible_at[event_id] = self.world.now
         self._tell(f"event {event_id} is visible; flag {self.database.wakeup}")
         if event_id in self._dead_ids:
             raise Violation("loss", f"event {event_id} appears after it was declared dead")
+
+    def _not_before(self, event_id: int, batch: Batch) -> None:
+        """A latency that begins too late would look too good."""
+        after, at = batch.committed_after, self._committed_at[event_id]
+        if after is None or self.database.skew_s != self._skew_s:
+            return
+        if after.timestamp() > at + MICROSECOND_S:
+            raise Violation("latency", f"event {event_id} came at {at}, and not after {after}")
 
     def _batch(self, batch: Batch, given: list[tuple[int, Given]]) -> None:
         db = self.database
@@ -197,6 +212,7 @@ class Checker:
                 raise Violation("twice", f"event {each.outbox_id} for {endpoint['name']}")
             self.sequenced[book.endpoint_id].add(each.outbox_id)
             self.in_batch[each.outbox_id] = batch.batch
+            self._not_before(each.outbox_id, batch)
             self._in_time(each.outbox_id)
             if event.key is not None:
                 version = orjson.loads(event.payload)["v"]

@@ -1,0 +1,245 @@
+"""What a relay at work measures, held against what it did on real PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.answer import Answer
+from outbox.telemetry import catalogue
+from outbox.telemetry.catalogue import CATALOGUE
+from outbox.telemetry.snapshot import Buckets
+from tests.support.relay import (
+    BUSY,
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    killed_at_the_end,
+    publish,
+    relay,
+    running,
+)
+from tests.support.tcp import through_lines
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from outbox.relay.relay import Relay
+    from outbox.telemetry.catalogue import Metric
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+pytestmark = pytest.mark.one_major
+
+AN_HOUR_AGO = "clock_timestamp() - interval '1 hour'"
+
+
+async def measured(worker: Relay) -> dict[Metric, Any]:
+    return dict((await worker.snapshot(0.0)).series)
+
+
+async def inserted_an_hour_ago(database: Database) -> None:
+    """As by a transaction that was open for an hour: it commits now."""
+    await fetchval(
+        database,
+        f"INSERT INTO outbox (type, payload, created_at) VALUES ('a.b', '1', {AN_HOUR_AGO})",
+    )
+
+
+async def test_what_happens_to_deliveries_is_counted(database: Database) -> None:
+    def script(sent: Sent) -> Answer:
+        if sent.body["data"] == "refused":
+            return REFUSED
+        return BUSY if sent.body["data"] == "busy" and sent.attempt < 3 else OK
+
+    await add_endpoint(database, "shop")
+    async with running(database, Network(script)) as worker:
+        await publish(database, "fine", "busy", "refused", "fine")
+        await all_ended(database)
+        found = await measured(worker)
+    assert found[catalogue.ATTEMPTS_MADE] == {
+        ("shop", "delivered", None): 3,
+        ("shop", "retry", "5xx"): 2,
+        ("shop", "refused", "4xx"): 1,
+    }
+    assert found[catalogue.DELIVERIES] == {("shop", "delivered"): 3, ("shop", "refused"): 1}
+    assert found[catalogue.RETRIES] == {("retry",): 1, ("delivered",): 1}
+    assert found[catalogue.EVENTS] == {(): 4}
+    assert found[catalogue.RETRY_DELAY][()].count == 2
+    assert found[catalogue.DELIVERY_ATTEMPTS][()].counts[:3] == (3, 0, 1)
+    assert found[catalogue.DELIVERY_LATENCY]["shop",].count == 3
+    assert found[catalogue.ATTEMPT_DURATION]["shop",].count == 6
+    assert set(found) == set(CATALOGUE), "nothing that is not in the table, and all that is"
+
+
+async def test_a_long_transaction_is_no_latency(database: Database) -> None:
+    await add_endpoint(database, "shop")
+    async with running(database, Network()) as worker:
+        await publish(database, 1)
+        await all_ended(database)
+        await inserted_an_hour_ago(database)
+        await all_ended(database)
+        latency = (await measured(worker))[catalogue.DELIVERY_LATENCY]["shop",]
+    assert isinstance(latency, Buckets)
+    assert latency.count == 2
+    assert latency.sum < 60
+
+
+async def test_what_waited_for_a_relay_was_late(database: Database) -> None:
+    await add_endpoint(database, "shop")
+    await inserted_an_hour_ago(database)
+    async with running(database, Network()) as worker:
+        await all_ended(database)
+        latency = (await measured(worker))[catalogue.DELIVERY_LATENCY]["shop",]
+    assert isinstance(latency, Buckets)
+    assert 3600 <= latency.sum < 3700
+
+
+async def test_what_is_owed_is_seen_with_its_age(database: Database) -> None:
+    broken = True
+
+    def script(sent: Sent) -> Answer:
+        return BUSY if broken and sent.url.endswith("/sick") else OK
+
+    retry = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
+    await add_endpoint(database, "sick", retry=retry, lanes=2)
+    await add_endpoint(database, "well")
+    await inserted_an_hour_ago(database)
+    async with running(database, Network(script)) as worker:
+        for n in range(20):
+            await publish(database, n, key=f"key {n}")
+
+        async def all_but_the_sick_one_are_done() -> bool:
+            series = await measured(worker)
+            return bool(
+                series[catalogue.DELIVERIES].get(("well", "delivered")) == 21
+                and series[catalogue.BACKLOG].get(("sick",)) == 21
+                and series[catalogue.ENDPOINT_TROUBLE]
+                and series[catalogue.REPLICAS]
+            )
+
+        await until(all_but_the_sick_one_are_done, 20, "the numbers to settle")
+        found = await measured(worker)
+        assert worker.condition().ready, "a receiver's fault is not the relay's"
+        broken = False
+        await all_ended(database)
+    assert found[catalogue.BACKLOG] == {("sick",): 21, ("well",): 0}
+    assert 11 <= found[catalogue.LANE_DEPTH]["sick",] <= 20
+    assert 3600 <= found[catalogue.HEAD_AGE]["sick",] < 3700
+    assert found[catalogue.HEAD_AGE]["well",] == 0
+    assert found[catalogue.LANES]["idle",] == 1
+    assert found[catalogue.ENDPOINTS]["healthy",] == 1
+    assert found[catalogue.ENDPOINTS]["failing",] == 1
+    ((trouble, state),) = found[catalogue.ENDPOINT_TROUBLE]
+    assert (trouble, state) == ("sick", "failing")
+    assert found[catalogue.LEADS] == {(): 1}
+    assert 0 <= found[catalogue.RELAY_LAG][()] < 10
+    assert found[catalogue.DEAD_LETTERS] == {(): 0}
+    assert found[catalogue.GAP_AGE] == {(): 0.0}
+    assert found[catalogue.REPLICAS] == {("alive",): 1, ("lapsed",): 0}
+
+
+async def test_open_transactions_show_as_gap_and_horizon(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.care.SURVEY_EVERY_S", 0.05)
+    await add_endpoint(database, "shop")
+    async with (
+        running(database, Network()) as worker,
+        database.connection(server_settings={"search_path": "relay"}) as slow,
+    ):
+        transaction = slow.transaction()
+        await transaction.start()
+        await slow.execute("INSERT INTO outbox (type, payload) VALUES ('a.b', '1')")
+        await publish(database, 2)
+
+        async def seen() -> bool:
+            series = await measured(worker)
+            gap, horizon = series[catalogue.GAP_AGE], series[catalogue.HORIZON_AGE]
+            return bool(gap and 0 < gap[()] <= horizon[()])
+
+        await until(seen, 10, "gap and horizon to show")
+        await transaction.commit()
+        await all_ended(database)
+
+        async def gone() -> bool:
+            return (await measured(worker))[catalogue.GAP_AGE] == {(): 0.0}
+
+        await until(gone, 10, "the gap to be gone")
+
+
+async def test_what_an_ended_endpoint_owed_is_counted(database: Database) -> None:
+    await add_endpoint(database, "shop")
+    network = Network(lambda _: BUSY)
+    async with running(database, network) as worker:
+        await publish(database, 1, 2, 3)
+
+        async def owed() -> bool:
+            return (await measured(worker))[catalogue.BACKLOG].get(("shop",)) == 3
+
+        await until(owed, 10, "three to be owed")
+        network.script = lambda _: Answer.of(410, 0.001)
+
+        async def ended() -> bool:
+            series = (await measured(worker))[catalogue.DELIVERIES]
+            return series == {("shop", "refused"): 1, ("shop", "disabled"): 2}
+
+        await until(ended, 20, "them to be given up")
+
+
+async def test_a_relay_is_ready_while_it_reaches_the_database(database: Database) -> None:
+    sockets = database.server.embedded.socket_dir
+    async with through_lines(sockets, database.name) as (lines, dsn):
+        worker = relay(database, Network(), dsn=dsn)
+        assert not worker.condition().ready
+        task = asyncio.create_task(worker.run())
+        await until(lambda: worker.condition().ready, 10, "it to be ready")
+        lines.cut()
+        await until(lambda: not worker.condition().ready, 10, "it to notice")
+        assert (await worker.snapshot(0.0)).series[catalogue.BACKLOG] == {}
+        lines.heal()
+        await until(lambda: worker.condition().ready, 10, "it to be ready again")
+        assert (await measured(worker))[catalogue.SESSION_LOSSES] == {(): 1}
+        worker.stop()
+        assert worker.condition().why == "it is stopping"
+        await task
+
+
+async def test_a_replica_that_stands_by_is_ready(database: Database) -> None:
+    async with running(database, Network()) as first:
+        await until(lambda: first.condition().ready)
+        async with running(database, Network()) as second:
+            await until(lambda: second.condition().ready)
+            series = await measured(second)
+            assert series[catalogue.LEADS] == {(): 0}
+            assert series[catalogue.RELAY_LAG] == {}
+
+
+async def test_who_takes_over_from_the_dead_counts_it(database: Database) -> None:
+    await add_endpoint(database, "shop")
+    async with killed_at_the_end(database, Network()) as first:
+        await until(lambda: first.condition().ready)
+    async with running(database, Network()) as second:
+        await publish(database, 1)
+        await all_ended(database)
+
+        async def counted() -> bool:
+            return (await measured(second))[catalogue.LOSSES] == {(): 1}
+
+        await until(counted, 20, "the loss to be counted")
+
+
+async def test_a_sequence_that_went_back_is_not_ready(database: Database) -> None:
+    async with running(database, Network()) as worker:
+        await publish(database, 1)
+        await until(lambda: worker.condition().ready)
+        await all_ended(database)
+        await fetchval(database, "SELECT setval(pg_get_serial_sequence('outbox', 'id'), 1, false)")
+        await until(lambda: not worker.condition().ready, 10, "it to notice")
+        assert "sequencing stopped: the sequence" in worker.condition().why
+        await fetchval(database, "SELECT setval(pg_get_serial_sequence('outbox', 'id'), 9)")
+        await until(lambda: worker.condition().ready, 20, "it to go on")

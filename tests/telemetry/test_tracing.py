@@ -1,0 +1,127 @@
+"""Spans: which events are traced, and what the spans of a delivery have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON, ParentBasedTraceIdRatio
+
+from outbox.core.answer import Answer
+from outbox.core.steps import AttemptRow
+from outbox.telemetry.tracing import Ids, Tracing
+from tests.core.test_request import DELIVERY
+
+if TYPE_CHECKING:
+    import random
+
+    from opentelemetry.sdk.trace.sampling import Sampler
+
+    from outbox.core.request import Delivery
+
+PLAIN = replace(DELIVERY, headers=None)
+PRODUCER = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Traced:
+    """Tracing whose spans can be looked at."""
+
+    def __init__(self, sampler: Sampler = DEFAULT_ON) -> None:
+        self._exporter = InMemorySpanExporter()
+        ids = Ids()
+        provider = TracerProvider(sampler=sampler, id_generator=ids)
+        provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracing = Tracing(provider, ids)
+
+    def spans(self) -> list[ReadableSpan]:
+        return list(self._exporter.get_finished_spans())
+
+    def attempt(self, delivery: Delivery, number: int = 1) -> str | None:
+        """One attempt; returns its traceparent."""
+        span = self.tracing.attempt("shop", delivery, number, 10.0)
+        if span is None:
+            return None
+        row = AttemptRow(1, 1, number, "delivered", 200, None, 10.0, 0.5)
+        self.tracing.answered(span, row, Answer.of(200, 0.5))
+        return dict(span.headers)["traceparent"]
+
+    def ended(self, delivery: Delivery) -> None:
+        self.tracing.ended("shop", delivery, "delivered", 1, 9.0, 10.5)
+
+
+def test_attempts_of_different_replicas_are_of_one_delivery() -> None:
+    one, other = Traced(), Traced()
+    first, second = one.attempt(DELIVERY), other.attempt(DELIVERY, 2)
+    other.ended(DELIVERY)
+    assert first is not None
+    assert second is not None
+    assert first.split("-")[1] == second.split("-")[1] == PRODUCER
+    assert first != second
+    attempts, (delivery,) = [*one.spans(), other.spans()[0]], other.spans()[1:]
+    assert {each.parent.span_id for each in attempts if each.parent} == {delivery.context.span_id}
+    assert delivery.parent is not None
+    assert f"{delivery.parent.span_id:016x}" == "b7ad6b7169203331"
+    assert (delivery.start_time, delivery.end_time) == (9 * 10**9, 10_500_000_000)
+
+
+def test_every_delivery_of_an_event_without_a_trace_is_in_the_same() -> None:
+    traced = Traced()
+    others = [replace(PLAIN, seq=n, lane=f"lane-{n}") for n in (1, 2)]
+    for each in others:
+        traced.attempt(each)
+        traced.ended(each)
+    assert len({span.context.trace_id for span in traced.spans()}) == 1
+    assert len({span.context.span_id for span in traced.spans()}) == 4
+    deliveries = [span for span in traced.spans() if span.parent is None]
+    assert [span.name for span in deliveries] == ["deliver shop", "deliver shop"]
+
+
+def test_what_the_producer_did_not_sample_is_not_traced() -> None:
+    traced = Traced()
+    unsampled = DELIVERY.headers.replace(b"-01", b"-00") if DELIVERY.headers else None
+    assert traced.attempt(replace(DELIVERY, headers=unsampled)) is None
+    traced.ended(replace(DELIVERY, headers=unsampled))
+    assert traced.spans() == []
+
+
+def test_what_it_sampled_is_traced_although_the_relay_samples_nothing_of_its_own() -> None:
+    from opentelemetry.sdk.trace.sampling import ParentBased
+
+    traced = Traced(ParentBased(ALWAYS_OFF))
+    assert traced.attempt(DELIVERY) is not None
+    assert traced.attempt(PLAIN) is None
+
+
+def test_one_event_of_ten_is_one_of_ten(rng: random.Random) -> None:
+    """An event's id is random only in part, and a sampler goes by the rest, too."""
+    traced = Traced(ParentBasedTraceIdRatio(0.1))
+    sampled = 0
+    for _ in range(2000):
+        event_id = UUID(int=rng.getrandbits(128), version=4)
+        delivery = replace(PLAIN, event_id=event_id)
+        sampled += traced.attempt(delivery) is not None
+        traced.ended(delivery)
+    assert 130 <= sampled <= 280
+    assert len(traced.spans()) == 2 * sampled, "a delivery is traced as a whole or not at all"
+
+
+@pytest.mark.parametrize("name", ["traceparent", "Traceparent", "TRACEPARENT"])
+def test_the_producers_trace_is_found_however_it_is_written(name: str) -> None:
+    assert DELIVERY.headers is not None
+    headers = DELIVERY.headers.replace(b"traceparent", name.encode())
+    traceparent = Traced().attempt(replace(DELIVERY, headers=headers))
+    assert traceparent is not None
+    assert PRODUCER in traceparent
+
+
+@pytest.mark.parametrize("value", ["", "nonsense", "00-0-0-01", f"00-{'0' * 32}-{'0' * 16}-01"])
+def test_a_trace_that_makes_no_sense_is_none(value: str) -> None:
+    headers = b'{"traceparent": "%b"}' % value.encode()
+    assert Traced().tracing.trace_id(
+        replace(DELIVERY, headers=headers)
+    ) == Traced().tracing.trace_id(PLAIN)
