@@ -20,6 +20,7 @@ from benchmarks import (
     memory,
     replays,
     replicas,
+    watched,
 )
 from benchmarks.picture import draw
 from benchmarks.report import compared, machine, table, target, verdict
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).with_name("results")
 SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "deliveries": deliveries.measure,
+    "watched": watched.measure,
     "commits": commits.measure,
     "latency": latency.measure,
     "replays": replays.measure,

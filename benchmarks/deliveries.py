@@ -88,7 +88,7 @@ async def run(stage: Stage, rounds: int, loads: Iterable[Load]) -> list[Row]:
     ]
 
 
-async def relay(stage: Stage, load: Load) -> float:
+async def relay(stage: Stage, load: Load, **env: str) -> float:
     """The relay's deliveries per second."""
     async with stage.server.database() as database:
         async with search(database) as connection:
@@ -96,7 +96,7 @@ async def relay(stage: Stage, load: Load) -> float:
             filler = max(load.payload_bytes - FRAME_BYTES, 0)
             await connection.execute(BACKLOG, load.requests, filler)
         stage.expect(load.requests, delay_s=load.delay_s)
-        async with stage.relay(database):
+        async with stage.relay(database, owns=True, **env):
             return float((await stage.receiver.answer())["per_s"])
 
 

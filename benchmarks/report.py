@@ -27,6 +27,11 @@ TITLES = {
         "aiohttp client sending the same POSTs to the same receiver, as many at a time as there "
         "are lanes.",
     ),
+    "watched": (
+        "Deliveries per second while it is watched",
+        "Metrics scraped each second, metrics and traces pushed by OTLP, one event of a hundred "
+        "traced, all on this machine; beside the same relay without any of it, in turns.",
+    ),
     "commits": (
         "Commits per second",
         "A producer's transactions, each with a small domain write, with {client}; the relay "

@@ -1,0 +1,63 @@
+"""What it costs to be watched: deliveries per second of a relay that is, beside one that is not.
+
+Watched is: metrics scraped each second, metrics and traces pushed by OTLP to a collector
+on this machine, one event of a hundred traced.  Both drain the same backlog in turns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.deliveries import QUICK_SHARE, Load, relay
+from benchmarks.figures import Rounds, Row, Target
+from benchmarks.stage import child
+from tests.support.tcp import free_port
+
+if TYPE_CHECKING:
+    from benchmarks.stage import Stage
+
+LOAD = Load("64 lanes, watched", 64, 24_000)
+SCRAPE_EVERY_S = 1.0
+TARGET = Target("at least", 0.95)
+
+
+async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
+    """Both in turns, round by round."""
+    requests = int(LOAD.requests * (QUICK_SHARE if quick else 1))
+    load = Load(LOAD.name, LOAD.lanes, requests)
+    watched, alone = Rounds(), Rounds()
+    async with child("watcher") as watcher:
+        collector = (await watcher.answer())["collector"]
+        for number in range(rounds):
+            port = free_port()
+            url = f"http://127.0.0.1:{port}/metrics"
+            watcher.tell(metrics=url, every_s=SCRAPE_EVERY_S)
+            env = {
+                "OUTBOX_HEALTH": f"127.0.0.1:{port}",
+                "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
+                "OTEL_METRIC_EXPORT_INTERVAL": "1000",
+                "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+                "OTEL_TRACES_SAMPLER_ARG": "0.01",
+            }
+            # In turns, and who is first in turns: a machine that slows down favours nobody.
+            for turn in (number, number + 1):
+                if turn % 2:
+                    watched.add(load.name, await relay(stage, load, **env))
+                else:
+                    alone.add(load.name, await relay(stage, load))
+            stage.say(
+                f"watched, round {number + 1} of {rounds}: "
+                f"{watched.values[load.name][-1]:,.0f}/s, "
+                f"alone {alone.values[load.name][-1]:,.0f}/s"
+            )
+    return [
+        Row(
+            "watched",
+            load.name,
+            "/s",
+            watched.of(load.name),
+            "the same relay, watched by nobody",
+            alone.of(load.name),
+            target=TARGET,
+        )
+    ]

@@ -1,0 +1,65 @@
+"""Watches a relay as an installation does: scrapes its metrics, and takes its traces.
+
+A process of its own; it says where its collector listens, and then is told whom to
+watch by a JSON line on stdin.  It ends when stdin does.
+
+    {"collector": "http://127.0.0.1:4318"}
+    {"metrics": "http://127.0.0.1:9090/metrics", "every_s": 1}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+import orjson
+from aiohttp import web
+
+from outbox.web.address import Address
+from outbox.web.serving import serving
+
+
+async def scrape(session: aiohttp.ClientSession, url: str, every_s: float) -> None:
+    """Scrape until cancelled; who is not there yet, or no more, is asked again."""
+    while True:
+        with suppress(aiohttp.ClientError):
+            async with session.get(url) as answer:
+                await answer.read()
+        await asyncio.sleep(every_s)
+
+
+async def take(request: web.Request) -> web.Response:
+    """What a collector would have to keep."""
+    await request.read()
+    return web.Response()
+
+
+async def main() -> None:
+    loop = asyncio.get_running_loop()
+    application = web.Application(client_max_size=1 << 26)
+    application.router.add_post("/v1/{signal}", take)
+    reader = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async with (
+        serving(application, Address("127.0.0.1", 0)) as address,
+        aiohttp.ClientSession() as session,
+    ):
+        told = {"collector": address.url.rstrip("/")}
+        sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
+        sys.stdout.flush()
+        async with asyncio.TaskGroup() as tasks:
+            watching: asyncio.Task[None] | None = None
+            while line := await reader.readline():
+                asked: dict[str, Any] = orjson.loads(line)
+                if watching is not None:
+                    watching.cancel()
+                watching = tasks.create_task(scrape(session, asked["metrics"], asked["every_s"]))
+            if watching is not None:
+                watching.cancel()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
