@@ -47,7 +47,7 @@ STYLE = """
 
 AXES = {
     "deliveries": "share of what the bare aiohttp client does; more is better",
-    "watched": "share of what the bare aiohttp client does; more is better",
+    "watched": "share of what the same relay does watched by nobody; more is better",
     "commits": "commits per second beside another way's; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
     "failover": "leases from kill -9; less is better",

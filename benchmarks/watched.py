@@ -6,6 +6,7 @@ on this machine, one event of a hundred traced.  Both drain the same backlog in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from benchmarks.deliveries import QUICK_SHARE, Load, relay
@@ -24,7 +25,11 @@ TARGET = Target("at least", 0.95)
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
     """Both in turns, round by round."""
     requests = int(LOAD.requests * (QUICK_SHARE if quick else 1))
-    load = Load(LOAD.name, LOAD.lanes, requests)
+    return await run(stage, rounds, replace(LOAD, requests=requests))
+
+
+async def run(stage: Stage, rounds: int, load: Load) -> list[Row]:
+    """The same with other numbers."""
     watched, alone = Rounds(), Rounds()
     async with child("watcher") as watcher:
         collector = (await watcher.answer())["collector"]

@@ -19,6 +19,7 @@ from benchmarks import (
     latency,
     memory,
     replicas,
+    watched,
 )
 from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
@@ -41,6 +42,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
         assert quick
         return [
             *await deliveries.run(stage, rounds, [Load("2 lanes, TLS", 2, 50, scheme="https")]),
+            *await watched.run(stage, rounds, Load("2 lanes", 2, 50)),
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
             *await latency.run(stage, rounds, (100,), 0.2),
             *await memory.run(stage, 2, 50),
@@ -61,7 +63,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
     # Several each of most of them.
-    assert len(rows) == 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1
+    assert len(rows) == 1 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()
@@ -90,6 +92,6 @@ def test_an_unknown_section_is_wrong_usage() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
     assert (
-        "choose from deliveries, commits, latency, replays, memory, replicas, failover"
+        "choose from deliveries, watched, commits, latency, replays, memory, replicas, failover"
         in ended.stderr
     )
