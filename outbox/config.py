@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from outbox.core.names import schema_name
 from outbox.core.periods import Keep
 from outbox.errors import UsageError
+from outbox.web.address import Address, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -122,6 +123,9 @@ class Settings(BaseModel):
         description="Private networks that may be delivered to, with plain http and any port: "
         "ranges with commas between them.",
     )
+    admin: Address | None = Field(
+        default=None, description="Where the HTTP API listens, HOST:PORT. None: nowhere."
+    )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: console on a terminal, else json."
     )
@@ -147,6 +151,11 @@ class Settings(BaseModel):
     @classmethod
     def _schema_name(cls, value: str) -> str:
         return schema_name(value)
+
+    @field_validator("admin", mode="before")
+    @classmethod
+    def _address(cls, value: Any) -> Any:
+        return parse_address(value) if isinstance(value, str) else value
 
     @field_validator("log_level", "log_format", mode="before")
     @classmethod

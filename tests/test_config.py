@@ -51,6 +51,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "secret": "whsec_x",
         "notify": "off",
         "allow_networks": "10.0.0.0/8,::1",
+        "admin": "127.0.0.1:0",
         "log_format": "JSON",
         "log_level": "Debug",
     }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from outbox.admin.server import alongside
 from outbox.cli.common import warn
 from outbox.cli.logs import configure
 from outbox.config import load
@@ -29,6 +30,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 Examples:
   outbox relay --dsn postgresql://localhost/app
   OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox relay      deliver to this machine, too
+  outbox relay --admin 127.0.0.1:8080                 with the HTTP API: /openapi.json
 
 SIGTERM (or Ctrl-C) ends what is in flight, for at most OUTBOX_DRAIN_S seconds,
 and hands everything over; a second one stops at once. Nothing is lost either
@@ -55,6 +57,11 @@ way: what was not acknowledged is sent again, with the same number.
     help="LISTEN for producers (default), or look each OUTBOX_POLL_S seconds alone.",
 )
 @click.option(
+    "--admin",
+    metavar="HOST:PORT",
+    help="Serve the HTTP API there, for tokens of `outbox token`; default: nowhere.",
+)
+@click.option(
     "--allow-networks",
     metavar="RANGES",
     help="Private networks that may be delivered to, such as 127.0.0.0/8,10.0.0.0/8.",
@@ -70,7 +77,7 @@ def command(config: str | None, **flags: Any) -> None:
     settings = load(flags, config=config)
     configure(settings)
     _allow_many_sockets()
-    asyncio.run(_run(settings))
+    asyncio.run(alongside(settings, _run))
 
 
 def _allow_many_sockets() -> None:
