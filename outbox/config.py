@@ -135,6 +135,9 @@ class Settings(BaseModel):
         description="So many endpoints of a replica have metrics of their own; all others are "
         "measured together.",
     )
+    admin: Address | None = Field(
+        default=None, description="Where the HTTP API listens, HOST:PORT. None: nowhere."
+    )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: console on a terminal, else json."
     )
@@ -166,7 +169,7 @@ class Settings(BaseModel):
     def _lower(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
 
-    @field_validator("health", mode="before")
+    @field_validator("health", "admin", mode="before")
     @classmethod
     def _address(cls, value: Any) -> Any:
         return parse_address(value) if isinstance(value, str) else value

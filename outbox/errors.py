@@ -3,7 +3,8 @@
     OutboxError
     ├── UsageError           2   the command, an argument or a setting is wrong
     │   ├── InvalidEvent         an event breaks a limit or a rule
-    │   └── NotFound             a name or id that does not exist
+    │   ├── NotFound             a name or id that does not exist
+    │   └── Conflict             what is there stands in the way
     └── CannotRun            3   the surroundings are missing
         ├── DatabaseUnavailable
         ├── SchemaMissing        `outbox migrate` was not run
@@ -40,6 +41,10 @@ class InvalidEvent(UsageError):
 
 class NotFound(UsageError):
     """No such endpoint, event or dead letter."""
+
+
+class Conflict(UsageError):
+    """What is there stands in the way: a name is taken, or it is in another state."""
 
 
 class CannotRun(OutboxError):

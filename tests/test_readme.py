@@ -18,6 +18,7 @@ from outbox.cli.main import COMMANDS
 from outbox.config import Settings, variable
 from outbox.core import declaration
 from outbox.core.answer import Answer
+from tests.support.api import make_token, serving
 from tests.support.process import Ended, command_line, environment, outbox
 from tests.support.relay import (
     OK,
@@ -47,6 +48,7 @@ VOLATILE = (
     (r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", "<uuid>"),
     (r"[0-9a-f]{12}-\d+-\d+", "<lane>"),
     (r"whsec_\S+", "<secret>"),
+    (r"obx_\S+", "<token>"),
     (r"\b\d\d:\d\d:\d\d\b", "<time>"),
     (r"127\.0\.0\.1:\d+", "<address>"),
     (r"\S+:\d+$", "<process>"),
@@ -205,6 +207,23 @@ async def _python(snippet: str, connection: Connection[Any], **given: object) ->
     names: dict[str, Any] = {"outbox": package, "timedelta": timedelta, **given}
     exec(f"async def main(connection):\n{body}", names)
     await names["main"](connection)
+
+
+@pytest.mark.one_major
+async def test_the_request_to_the_api_publishes_once(database: Database) -> None:
+    (block,) = [block for language, block in BLOCKS if language == "sh"]
+    token = await make_token(database, scopes=("publish",))
+    words = shlex.split(block.replace("$TOKEN", token).replace("\\\n", " "))
+    assert words[0] == "curl"
+    path = words[1].removeprefix("http://127.0.0.1:8080")
+    values = list(zip(words[2::2], words[3::2], strict=True))
+    headers = dict(value.split(": ", 1) for flag, value in values if flag == "-H")
+    (body,) = [value for flag, value in values if flag == "-d"]
+    async with serving(database) as api:
+        first = await api.ask("POST", path, headers=headers, data=body.encode())
+        again = await api.ask("POST", path, headers=headers, data=body.encode())
+    assert (first.status, again.status) == (201, 200)
+    assert first.json["id"] == again.json["id"]
 
 
 def test_the_file_of_endpoints_is_one() -> None:

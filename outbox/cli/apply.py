@@ -17,11 +17,12 @@ from outbox.core import declaration
 from outbox.errors import UsageError
 from outbox.store.apply import apply
 from outbox.transport.egress import EgressPolicy
+from outbox.views.endpoints import applied
 
 if TYPE_CHECKING:
     from outbox.config import Settings
     from outbox.core.declaration import Declared
-    from outbox.store.apply import Outcome, Step
+    from outbox.store.apply import Outcome
 
 _SIGNS = {"add": "+", "change": "~", "remove": "-", "keep": "="}
 _COLOURS = {"add": "green", "change": "yellow", "remove": "red", "keep": None}
@@ -94,14 +95,7 @@ def command(
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     if as_json:
-        emit_json(
-            {
-                "dry_run": dry_run,
-                "changes": outcome.changes,
-                "endpoints": [_json(step) for step in outcome.steps],
-                "not_in_the_file": outcome.others,
-            }
-        )
+        emit_json(applied(outcome, dry_run=dry_run))
     else:
         _show(outcome, dry_run=dry_run)
 
@@ -128,17 +122,6 @@ def _show(outcome: Outcome, *, dry_run: bool) -> None:
         click.echo(f"{changes} changed")
     if any(step.secret for step in outcome.steps):
         click.echo("Keep the secrets now: they are not shown again.", err=True)
-
-
-def _json(step: Step) -> dict[str, Any]:
-    told: dict[str, Any] = {"action": step.action, "name": step.name, "id": step.id}
-    if step.differences:
-        told["changed"] = {each.setting: [each.old, each.new] for each in step.differences}
-    if step.action == "remove":
-        told["owed"] = step.owed
-    if step.secret is not None:
-        told["secret"] = step.secret
-    return told
 
 
 def _check_urls(declared: list[Declared], policy: EgressPolicy) -> None:

@@ -21,6 +21,7 @@ from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.store import dead, discards, replays, selection
 from outbox.store.replays import Outcome
 from outbox.store.selection import Selection
+from outbox.views import dead as views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,19 +148,17 @@ def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
             only = chosen_by.of(await selection.now(connection), chosen)
             return await dead.counts(connection, settings.schema_name, only=only)
 
-    found = run_async(go())
+    found = views.counts(run_async(go()))
+    if as_json:
+        emit_json(found)
+        return
     rows: dict[tuple[str, str], dict[str, int]] = {}
-    total: dict[str, int] = dict.fromkeys(dead.STATES, 0)
-    for each in found:
+    for each in found["counts"]:
         by_state = rows.setdefault((each.endpoint, each.reason), dict.fromkeys(dead.STATES, 0))
         by_state[each.state] += each.letters
-        total[each.state] += each.letters
-    if as_json:
-        emit_json({"total": total, "counts": found})
-        return
     table = [[*which, *by_state.values()] for which, by_state in rows.items()]
     if len(table) > 1:
-        table.append(["all", "", *total.values()])
+        table.append(["all", "", *found["total"].values()])
     names = [state.replace("_", " ") for state in dead.STATES]
     emit_table(["endpoint", "reason", *names], table, "no dead letters")
 
@@ -180,7 +179,7 @@ def show(settings: Settings, dead_id: int, as_json: bool) -> None:
         async with database(settings) as connection:
             letter = await dead.get(connection, settings.schema_name, dead_id)
         if as_json:
-            emit_json(_as_json(letter))
+            emit_json(views.letter(letter))
         else:
             _show(letter)
 
@@ -297,10 +296,7 @@ def discard(
 
 def _tell_plan(verb: str, outcome: Outcome, as_json: bool) -> None:
     if as_json:
-        told: dict[str, Any] = {"dry_run": True, verb: outcome.done, "skipped": outcome.skipped}
-        emit_json(
-            told if outcome.by_endpoint is None else told | {"by_endpoint": outcome.by_endpoint}
-        )
+        emit_json(views.planned(verb, outcome))
         return
     what = "sent again" if verb == "replaying" else verb
     click.echo(f"would be {what}: {count(outcome.done, 'dead letter')}; nothing was done")
@@ -311,8 +307,7 @@ def _tell_plan(verb: str, outcome: Outcome, as_json: bool) -> None:
 
 def _tell(verb: str, outcome: Outcome, as_json: bool) -> None:
     if as_json:
-        told = {verb: outcome.done, "skipped": outcome.skipped}
-        emit_json(told if outcome.job is None else told | {"job": outcome.job})
+        emit_json(views.done(verb, outcome))
         return
     job = "" if outcome.job is None else f" (replay job {outcome.job})"
     click.echo(f"{verb} {count(outcome.done, 'dead letter')}{job}")
@@ -323,13 +318,6 @@ def _tell_skipped(outcome: Outcome) -> None:
     if outcome.skipped:
         left = ", ".join(f"{n} {_SKIPPED[why]}" for why, n in outcome.skipped.items())
         click.echo(f"left alone: {left}")
-
-
-def _as_json(letter: DeadLetter) -> dict[str, Any]:
-    row = letter.row
-    flat = {name: getattr(row, name) for name in row.__slots__}
-    rest = {name: getattr(letter, name) for name in letter.__slots__ if name != "row"}
-    return flat | rest
 
 
 def _show(letter: DeadLetter) -> None:

@@ -9,13 +9,11 @@ import click
 
 from outbox.cli.common import database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, fold, style
-from outbox.errors import UsageError
 from outbox.store.doctor import Finding, Look, Severity, examine
 from outbox.transport.egress import EgressPolicy
+from outbox.views.doctor import examined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from outbox.config import Settings
 
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
@@ -55,41 +53,21 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
                 listening=settings.notify and not settings.pooled,
                 pooled=settings.pooled,
                 probing=probing,
-                refusal=_refusal(settings),
+                refusal=EgressPolicy(settings.allow_networks).refusal_of_url,
                 keep=settings.keep,
             )
             return [finding async for finding in examine(look)]
 
     findings = run_async(go())
-    problems = sum(f.severity is Severity.PROBLEM for f in findings)
-    warnings = sum(f.severity is Severity.WARNING for f in findings)
+    told = examined(settings.schema_name, findings)
+    problems, warnings = told["problems"], told["warnings"]
     if as_json:
-        emit_json(
-            {
-                "schema": settings.schema_name,
-                "problems": problems,
-                "warnings": warnings,
-                "findings": findings,
-            }
-        )
+        emit_json(told)
     else:
         _show(findings)
         click.echo(f"\n{_verdict(problems, warnings)}")
     if problems:
         raise click.exceptions.Exit(1)
-
-
-def _refusal(settings: Settings) -> Callable[[str], str | None]:
-    policy = EgressPolicy(settings.allow_networks)
-
-    def refusal(url: str) -> str | None:
-        try:
-            policy.check_url(url)
-        except UsageError as error:
-            return str(error).removeprefix("url: ")
-        return None
-
-    return refusal
 
 
 def _verdict(problems: int, warnings: int) -> str:

@@ -20,6 +20,7 @@ from outbox.cli.output import count, emit_json
 from outbox.errors import UsageError
 from outbox.store import erase
 from outbox.store.erase import Whose
+from outbox.views.erase import erased
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,25 +77,16 @@ def command(
     for name in done.schedules:
         warn(f'the schedule "{name}" goes on publishing such events; see: outbox schedule')
     if as_json:
-        emit_json(
-            {
-                "dry_run": dry_run,
-                "events": done.events,
-                "future_events": done.future_events,
-                "dead_letters": done.dead_letters,
-                "answers": None if dry_run else done.answers,
-                "schedules": done.schedules,
-            }
-        )
+        emit_json(erased(done, dry_run=dry_run))
         return
     verb = "would be erased" if dry_run else "erased"
     answers = "" if dry_run else f", {count(done.answers, 'answer')}"
     click.echo(f"{verb}: {_what(done)}{answers}")
 
 
-def _what(erased: Erased) -> str:
-    future = f"{count(erased.future_events, 'future event')}, " if erased.future_events else ""
-    return f"{count(erased.events, 'event')}, {future}{count(erased.dead_letters, 'dead letter')}"
+def _what(done: Erased) -> str:
+    future = f"{count(done.future_events, 'future event')}, " if done.future_events else ""
+    return f"{count(done.events, 'event')}, {future}{count(done.dead_letters, 'dead letter')}"
 
 
 def _must_be_there() -> None:
@@ -119,8 +111,8 @@ def _progress(what: str) -> Iterator[Callable[[Erased], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
 
-        def show(erased: Erased) -> None:
-            total = max(erased.of_about, erased.looked_at)
-            bar.update(task, total=total, completed=erased.looked_at)
+        def show(done: Erased) -> None:
+            total = max(done.of_about, done.looked_at)
+            bar.update(task, total=total, completed=done.looked_at)
 
         yield show

@@ -55,6 +55,7 @@ COMMANDS = (
     Entry("migrate", "Make the schema, or bring it up to date.", _SET_UP),
     Entry("endpoint", "Add, change, pause, test and remove destinations.", _SET_UP),
     Entry("apply", "Make endpoints what a file declares.", _SET_UP),
+    Entry("token", "Add, list and revoke tokens of the HTTP API.", _SET_UP),
     Entry("publish", "Publish one event.", _WORK),
     Entry("schedule", "Publish events by the clock, again and again.", _WORK),
     Entry("relay", "Run the relay: deliver what is published.", _WORK),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import click
 
@@ -21,6 +21,7 @@ from outbox.cli.output import emit_json, emit_pairs, emit_table
 from outbox.core import duration
 from outbox.errors import UsageError
 from outbox.store import once
+from outbox.views.flat import flat
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -138,8 +139,7 @@ def show(settings: Settings, key: str, as_json: bool) -> None:
             found = await once.get(connection, settings.schema_name, key)
         row = found.row
         if as_json:
-            flat: dict[str, Any] = {name: getattr(row, name) for name in row.__slots__}
-            emit_json({**flat, "type": found.type})
+            emit_json(flat(row) | {"type": found.type})
             return
         emit_pairs(
             [

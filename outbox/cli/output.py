@@ -123,6 +123,11 @@ def age(seconds: float | None) -> str | None:
     return " ".join(parts[:2])
 
 
+def clock_time(at: datetime) -> str:
+    """To the minute, in the zone that it has."""
+    return at.isoformat(sep=" ", timespec="minutes")
+
+
 def count(number: int, noun: str) -> str:
     """`1 delivery`, `2 deliveries`."""
     if number == 1:

@@ -18,31 +18,6 @@ ENDPOINT_COLUMNS = ("endpoint", "state", "owed", "oldest", "failing", "dead lett
 NO_ENDPOINTS = "no endpoints; add one with: outbox endpoint add NAME URL"
 
 
-def as_json(schema: str, overview: Overview) -> dict[str, Any]:
-    """Everything, for machines."""
-    cursor = overview.cursor
-    return {
-        "schema": schema,
-        "at": overview.at,
-        "cursor": {
-            "batch": cursor.batch,
-            "high": cursor.high,
-            "last_id": cursor.last_id,
-            "lag": cursor.lag,
-            "waiting_s": cursor.waiting_s,
-            "at": cursor.at,
-            "timeline": cursor.timeline,
-            "timeline_at": cursor.timeline_at,
-        },
-        "open_gaps": overview.gaps,
-        "replicas": overview.replicas,
-        "owed": overview.owed,
-        "endpoints_total": overview.endpoints_total,
-        "endpoints": overview.endpoints,
-        "dead_letters": overview.dead_letters,
-    }
-
-
 def pairs(schema: str, overview: Overview) -> list[tuple[str, Any]]:
     """What there is one of."""
     alive = sum(replica.alive for replica in overview.replicas)

@@ -19,6 +19,7 @@ Examples:
   outbox relay --dsn postgresql://localhost/app
   OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox relay      deliver to this machine, too
   outbox relay --health 127.0.0.1:9090                metrics for Prometheus, probes
+  outbox relay --admin 127.0.0.1:8080                 with the HTTP API: /openapi.json
 
 Metrics are at /metrics of --health. With OTEL_EXPORTER_OTLP_ENDPOINT they are also
 pushed by OTLP, and so are traces, from the producer's transaction to the receiver;
@@ -48,6 +49,11 @@ way: what was not acknowledged is sent again, with the same number.
     "--notify/--no-notify",
     default=None,
     help="LISTEN for producers (default), or look each OUTBOX_POLL_S seconds alone.",
+)
+@click.option(
+    "--admin",
+    metavar="HOST:PORT",
+    help="Serve the HTTP API there, for tokens of `outbox token`; default: nowhere.",
 )
 @click.option(
     "--allow-networks",

@@ -20,6 +20,7 @@ from outbox.cli.main import Group
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table
 from outbox.store import backfill, jobs, selection
 from outbox.store.backfill import Backfill
+from outbox.views.replays import planned
 
 if TYPE_CHECKING:
     from outbox.cli.when import When
@@ -111,8 +112,7 @@ def command(
 
 def _tell_plan(asked: Backfill, deliveries: int, as_json: bool) -> None:
     if as_json:
-        said = {"since": asked.since, "until": asked.until, "types": asked.types}
-        emit_json({"dry_run": True, "endpoint": asked.endpoint, **said, "deliveries": deliveries})
+        emit_json(planned(asked, deliveries))
     else:
         click.echo(f"would make {count(deliveries, 'delivery')}; nothing was done")
 

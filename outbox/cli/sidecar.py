@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 import outbox
+from outbox.admin.server import running as admin
 from outbox.cli.common import warn
 from outbox.cli.systemd import Supervisor
 from outbox.errors import OutboxError
@@ -71,6 +72,8 @@ async def run(settings: Settings) -> None:
                 serving(_health(relay, telemetry), settings.health)
             )
             log.info("health and metrics", url=where.url)
+        if settings.admin is not None:
+            await stack.enter_async_context(admin(settings, settings.admin))
         await _deliver(relay, telemetry)
 
 

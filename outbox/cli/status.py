@@ -11,6 +11,7 @@ from outbox.cli import overview as view
 from outbox.cli.common import database, json_option, limit_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table, fold
 from outbox.store import status
+from outbox.views import status as status_json
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -60,7 +61,7 @@ def command(
 
     overview = run_async(go())
     if as_json:
-        emit_json(view.as_json(settings.schema_name, overview))
+        emit_json(status_json.overview(settings.schema_name, overview))
     else:
         emit(settings.schema_name, overview)
 

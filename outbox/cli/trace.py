@@ -17,6 +17,7 @@ from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, safe, st
 from outbox.core import story as stories
 from outbox.store import lookup, trace
 from outbox.store.selection import endpoint_ids
+from outbox.views.trace import traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,28 +90,12 @@ def command(
     if found.more:
         warn(f"there are older events; the next page: --before {found.outbox_ids[-1]}")
     if as_json:
-        emit_json(
-            {
-                "version": stories.VERSION,
-                "found_by": found.by,
-                "more": found.more,
-                "events": [_as_json(story) for story in told],
-            }
-        )
+        emit_json(traced(found, told))
         return
     for n, story in enumerate(told):
         if n:
             click.echo()
         _show(story, found.by if len(told) == 1 else None)
-
-
-def _as_json(story: Story) -> dict[str, Any]:
-    flat = {name: getattr(story, name) for name in story.__slots__}
-    flat["deliveries"] = [
-        {**{name: getattr(d, name) for name in d.__slots__}, "fate": d.fate}
-        for d in story.deliveries
-    ]
-    return flat | {"diagnosis": story.diagnosis}
 
 
 def _show(story: Story, found_by: str | None) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -14,18 +12,16 @@ import click
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, emit_table, safe
 from outbox.errors import UsageError
-from outbox.store.audit import CHECKS, EXAMPLES_MAX, audit, counts
-from outbox.store.connect import map_errors
+from outbox.store.audit import CHECKS, EXAMPLES_MAX
 from outbox.store.repair import ADVICE, mend, plan
+from outbox.views.verify import audited
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from asyncpg import Connection
-
     from outbox.config import Settings
-    from outbox.store.audit import Finding
     from outbox.store.repair import Mended
+    from outbox.views.verify import Audit
 
 
 @click.command(
@@ -59,13 +55,13 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
 
     async def look() -> tuple[Audit, list[Mended]]:
         async with database(settings) as connection:
-            found = await _audit(connection, settings)
+            found = await audited(connection, settings.schema_name)
             return found, await plan(connection, settings.schema_name) if repairs else []
 
     async def do() -> tuple[list[Mended], Audit]:
         async with database(settings) as connection:
             done = await mend(connection, settings.schema_name, actor=actor())
-            return done, await _audit(connection, settings)
+            return done, await audited(connection, settings.schema_name)
 
     with _spinner(as_json):
         found, planned = run_async(look())
@@ -94,46 +90,6 @@ def command(settings: Settings, repairs: bool, yes: bool, dry_run: bool, as_json
 def _is_asked() -> bool:
     """Whether somebody is there to be asked."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
-
-
-@dataclass(frozen=True, slots=True)
-class Audit:
-    """What all checks found."""
-
-    findings: list[Finding]
-    about: dict[str, int]
-    seconds: float
-
-    @property
-    def violations(self) -> int:
-        """How many exceptions there are in all."""
-        return sum(finding.violations for finding in self.findings)
-
-    def as_json(self) -> dict[str, Any]:
-        """As `--json` prints it."""
-        return {
-            "violations": self.violations,
-            "checks": [
-                {
-                    "name": f.check.name,
-                    "promise": f.check.promise,
-                    "violations": f.violations,
-                    "examples": f.examples,
-                    "do": ADVICE[f.check.name] if f.violations else None,
-                }
-                for f in self.findings
-            ],
-            "counts": self.about,
-            "seconds": self.seconds,
-        }
-
-
-async def _audit(connection: Connection[Any], settings: Settings) -> Audit:
-    started = time.monotonic()
-    with map_errors(settings.schema_name):
-        about = await counts(connection)
-        findings = [finding async for finding in audit(connection)]
-    return Audit(findings, about, round(time.monotonic() - started, 3))
 
 
 def _repairs_as_json(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import asyncpg
 import click
 
-from outbox.cli import overview as view
 from outbox.cli import status as once
 from outbox.cli.common import warn
 from outbox.cli.output import cell, emit_json, fold
@@ -24,6 +23,7 @@ from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.store import dsn, status
 from outbox.store.connect import connect
 from outbox.store.migrate import require_current
+from outbox.views import status as status_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,7 +176,7 @@ class Lines:
 
     def show(self, overview: Overview) -> None:
         if self._as_json:
-            seen = view.as_json(self._schema, overview)
+            seen = status_json.overview(self._schema, overview)
             emit_json({**seen, "rates": overview.rates})
             return
         self._begin(overview.at)

@@ -16,7 +16,7 @@ name renames it.  A mistake names its place: `endpoints[2].retry.base: …`.
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -85,6 +85,23 @@ def read(document: object) -> list[Declared]:
         declared.append(Declared(place, endpoint_id, _settings(merged, place)))
     _unique(declared)
     return declared
+
+
+def one(values: Mapping[str, Any], there: EndpointSettings | None = None) -> EndpointSettings:
+    """The settings of one endpoint; what is not said is the default.
+
+    Args:
+        there: the settings it has, which stay where nothing is said.
+
+    Raises:
+        UsageError: something is wrong; the message begins with its name.
+    """
+    _known(values, list(FIELDS), "an endpoint")
+    given = {FIELDS[name]: _read(name, each) for name, each in values.items() if each is not None}
+    if there is None:
+        return EndpointSettings(**given)
+    usual = {FIELDS[n]: getattr(_DEFAULTS, FIELDS[n]) for n, each in values.items() if each is None}
+    return replace(there, **given, **usual)
 
 
 def write(settings: EndpointSettings) -> dict[str, Any]:

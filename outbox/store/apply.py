@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from outbox.core import declaration
-from outbox.errors import NotFound, UsageError
+from outbox.errors import Conflict, NotFound, UsageError
 from outbox.store.changes import change
 from outbox.store.connect import map_errors
 from outbox.store.endpoint_changes import (
@@ -145,7 +145,7 @@ async def _plan(
             name = found.name
             owed: int = await connection.fetchval(COUNT_OWED, found.id)
             if owed and not give_up:
-                raise UsageError(f"--prune: {StillOwed(name, owed)}")
+                raise Conflict(f"--prune: {StillOwed(name, owed)}")
             # Its name is free in the same change, unless it is still owed something.
             taken[name] = "removing"
             if not owed:
@@ -155,7 +155,7 @@ async def _plan(
         match, name = matches.get(each.place), each.settings.name
         state = match.state if match and match.state == "removing" else taken.get(name)
         if state is not None:
-            raise UsageError(f"{each.place}.name: {name_taken(name, state)}")
+            raise Conflict(f"{each.place}.name: {name_taken(name, state)}")
         with _at(each.place):
             await check_filter(connection, each.settings)
             step = _step(match, each.settings)
@@ -229,4 +229,5 @@ def _at(place: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(f"{place}.{error}") from None
+        kind = Conflict if isinstance(error, Conflict) else UsageError
+        raise kind(f"{place}.{error}") from None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.core import pattern
 from outbox.core.periods import WIDTH
 from outbox.core.request import rfc3339
-from outbox.errors import UsageError
+from outbox.errors import Conflict
 from outbox.store.changes import change, write_journal
 from outbox.store.connect import map_errors
 from outbox.store.endpoints import not_found
@@ -139,7 +139,7 @@ async def ask(
 
     Raises:
         NotFound: there is no such endpoint.
-        UsageError: it is disabled, being removed, or gets nothing any more.
+        Conflict: it is disabled, being removed, or gets nothing any more.
     """
     with map_errors(schema):
         covered = await _range(connection, asked)
@@ -177,12 +177,12 @@ async def _range(connection: Connection[Any], asked: Backfill) -> Range:
     if found is None:
         raise await not_found(connection, name)
     if found["state"] in ("disabling", "disabled"):
-        raise UsageError(
+        raise Conflict(
             f'endpoint "{name}" is disabled; enable it first: '
             f"outbox endpoint enable {shlex.quote(name)}"
         )
     if found["state"] == "removing" or not found["subscribed"]:
-        raise UsageError(f'endpoint "{name}" is being removed, and gets nothing new')
+        raise Conflict(f'endpoint "{name}" is being removed, and gets nothing new')
     at = await connection.fetchrow(READ_CURSOR)
     first = await connection.fetchval(FIND_FIRST, asked.since, at["high"])
     last = first and await connection.fetchval(FIND_LAST, first, at["high"], asked.until)

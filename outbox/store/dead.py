@@ -81,6 +81,15 @@ LAST_REPLAY = f"""
         ORDER BY s.id DESC LIMIT 1) t ON true
 """  # noqa: S608 (constants only)
 
+
+def _owned(n: int) -> str:
+    """Whether a tenant's own endpoint has `d` for an event of that tenant, or for no one event.
+
+    It may have been another tenant's endpoint before.
+    """
+    return f"(${n}::text IS NULL OR d.outbox_id IS NULL OR d.tenant = ${n})"
+
+
 # The stored state first: what is dead stands in an index of its own.
 LIST_DEAD = f"""
 SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.to_seq,
@@ -93,6 +102,7 @@ SELECT d.id, e.name AS endpoint, d.endpoint_id, l.generation, l.slot, d.seq, d.t
  CROSS JOIN (SELECT {given(6)}) s
  WHERE d.id > $1 AND d.state = ANY ($2) AND coalesce(t.state, d.state) = ANY ($5)
    AND ($3::uuid[] IS NULL OR d.endpoint_id = ANY ($3)) AND {SELECTED}
+   AND {_owned(11)}
  ORDER BY d.id LIMIT $4
 """  # noqa: S608
 
@@ -155,6 +165,7 @@ SELECT e.name AS endpoint, n.reason, n.state, sum(n.letters)::bigint AS letters,
                  ORDER BY s.id DESC LIMIT 1)) t ON true
          CROSS JOIN (SELECT {given(2)}) s
          WHERE ($1::uuid[] IS NULL OR d.endpoint_id = ANY ($1)) AND {SELECTED}
+           AND {_owned(7)}
          GROUP BY d.endpoint_id, d.reason, coalesce(t.state, d.state)) n
   JOIN endpoint e ON e.id = n.endpoint_id
  GROUP BY e.name, n.reason, n.state
@@ -247,9 +258,16 @@ async def page(
         NotFound: no endpoint was ever called so.
     """
     with map_errors(schema):
-        ids = await endpoint_ids(connection, only.endpoint)
+        ids = await endpoint_ids(connection, only.endpoint, only.owner)
         rows = await connection.fetch(
-            LIST_DEAD, after, _stored(states), ids, limit, list(states), *only.arguments
+            LIST_DEAD,
+            after,
+            _stored(states),
+            ids,
+            limit,
+            list(states),
+            *only.arguments,
+            only.owner,
         )
     return [_row(row) for row in rows]
 
@@ -263,8 +281,8 @@ async def counts(connection: Connection[Any], schema: str, *, only: Filter = ANY
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             await connection.execute(PLAN_COUNT)
-            ids = await endpoint_ids(connection, only.endpoint)
-            rows = await connection.fetch(COUNT_DEAD, ids, *only.arguments)
+            ids = await endpoint_ids(connection, only.endpoint, only.owner)
+            rows = await connection.fetch(COUNT_DEAD, ids, *only.arguments, only.owner)
     return [Count(**dict(row)) for row in rows]
 
 

@@ -53,7 +53,7 @@ async def count(connection: Connection[Any], schema: str, selection: Selection) 
             async with connection.transaction():
                 return len(await named_dead(connection, selection.ids))
         its = selection.filter
-        ids = await endpoint_ids(connection, its.endpoint)
+        ids = await endpoint_ids(connection, its.endpoint, its.owner)
         found: int = await connection.fetchval(COUNT, ids, *its.arguments)
     return found
 
@@ -70,7 +70,7 @@ async def discard(
 
     Raises:
         NotFound: an id or endpoint that does not exist.
-        UsageError: one named by id is not dead any more.
+        Conflict: one named by id is not dead any more.
     """
     why = {} if reason is None else {"reason": reason}
     if selection.ids:
@@ -85,7 +85,7 @@ async def discard(
     its = selection.filter
     told = {"selection": {name: said(value) for name, value in its.told.items()}}
     with map_errors(schema):
-        endpoints_of = await endpoint_ids(connection, its.endpoint)
+        endpoints_of = await endpoint_ids(connection, its.endpoint, its.owner)
     only = endpoints_of[0] if endpoints_of is not None and len(endpoints_of) == 1 else None
     after = done = 0
     while True:

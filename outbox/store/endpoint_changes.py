@@ -17,7 +17,7 @@ import orjson
 from outbox.core import declaration
 from outbox.core.periods import waiting
 from outbox.core.signature import format_secret
-from outbox.errors import UsageError
+from outbox.errors import Conflict, UsageError
 from outbox.store.changes import change, write_journal
 from outbox.store.endpoints import SETTINGS, not_found, settings_of
 
@@ -236,7 +236,7 @@ async def update_in(
     """`update` in a change that is under way."""
     old = found.settings
     if found.state == "removing":
-        raise UsageError(f'endpoint "{old.name}" is being removed; it cannot be changed any more')
+        raise Conflict(f'endpoint "{old.name}" is being removed; it cannot be changed any more')
     differences = tuple(declaration.differences(old, settings))
     if not differences:
         return Updated(found.id, settings.name, ())
@@ -304,13 +304,13 @@ def new_secret() -> str:
     return format_secret(secrets.token_bytes(SECRET_BYTES))
 
 
-def name_taken(name: str, state: str) -> UsageError:
+def name_taken(name: str, state: str) -> Conflict:
     """The error for a name that another endpoint has."""
     if state == "removing":
-        return UsageError(
+        return Conflict(
             f'endpoint "{name}" is being removed; its name is free when a relay has finished that'
         )
-    return UsageError(f'endpoint "{name}" exists already; choose another name, or remove it first')
+    return Conflict(f'endpoint "{name}" exists already; choose another name, or remove it first')
 
 
 async def _name_is_free(connection: Connection[Any], name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.errors import UsageError
+from outbox.errors import Conflict
 from outbox.store.changes import change, write_journal
 from outbox.store.connect import map_errors
 from outbox.store.endpoint_changes import END_SUBSCRIPTION, lock
@@ -45,7 +45,7 @@ SELECT e.state, ({COUNT_OWED.replace("$1", "e.id")}) AS owed,
 """  # noqa: S608
 
 
-class StillOwed(UsageError):
+class StillOwed(Conflict):
     """An endpoint is owed deliveries, and nobody said what is to become of them."""
 
     def __init__(self, name: str, owed: int) -> None:
@@ -93,7 +93,7 @@ async def remove(
 
     Raises:
         NotFound: there is none of that name.
-        UsageError: it is owed deliveries, and `give_up` was not said.
+        StillOwed: it is owed deliveries, and `give_up` was not said.
     """
     async with change(connection, schema) as from_batch:
         found = await lock(connection, name)
@@ -133,12 +133,12 @@ async def drain(connection: Connection[Any], schema: str, name: str, *, actor: s
 
     Raises:
         NotFound: there is none of that name.
-        UsageError: it is paused, and so would be owed forever.
+        Conflict: it is paused, and so would be owed forever.
     """
     async with change(connection, schema) as from_batch:
         found = await lock(connection, name)
         if found.state == "paused":
-            raise UsageError(
+            raise Conflict(
                 f'endpoint "{name}" is paused and delivers nothing; resume it first, '
                 "or say --give-up"
             )

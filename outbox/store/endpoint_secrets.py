@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.errors import UsageError
+from outbox.errors import Conflict
 from outbox.store.changes import change, write_journal
 from outbox.store.endpoint_changes import ADD_SECRET, lock, new_secret
 from outbox.store.endpoint_states import must_be
@@ -59,7 +59,7 @@ async def rotate_secret(
 
     Raises:
         NotFound: there is none of that name.
-        UsageError: there are as many live secrets as there may be.
+        Conflict: there are as many live secrets as there may be.
     """
     async with change(connection, schema):
         found = await lock(connection, name)
@@ -69,7 +69,7 @@ async def rotate_secret(
         rows = await connection.fetch(END_SECRETS, found.id, secret_id, float(overlap_s))
         old = [row["expires_at"] for row in rows]
         if len(old) >= SECRETS_MAX:
-            raise UsageError(
+            raise Conflict(
                 f'endpoint "{name}" has {SECRETS_MAX} live secrets already, the first until '
                 f"{min(old).isoformat(timespec='seconds')}; wait, or say --overlap 0"
             )

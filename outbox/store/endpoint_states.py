@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.errors import UsageError
+from outbox.errors import Conflict
 from outbox.store.changes import change, write_journal
 from outbox.store.endpoint_changes import begin_subscription, lock
 
@@ -65,7 +65,7 @@ async def pause(
 
     Raises:
         NotFound: there is none of that name; nothing was changed.
-        UsageError: one of them is disabled or being removed.
+        Conflict: one of them is disabled or being removed.
     """
     changes: list[Change] = []
     async with change(connection, schema):
@@ -94,7 +94,7 @@ async def resume(
 
     Raises:
         NotFound: there is none of that name; nothing was changed.
-        UsageError: one of them is disabled or being removed.
+        Conflict: one of them is disabled or being removed.
     """
     changes: list[Change] = []
     async with change(connection, schema):
@@ -122,16 +122,16 @@ async def enable(
 
     Raises:
         NotFound: there is none of that name.
-        UsageError: it is neither.
+        Conflict: it is neither.
     """
     async with change(connection, schema) as from_batch:
         found = await lock(connection, name)
         if found.subscribed:
             if found.state == "paused":
-                raise UsageError(f'endpoint "{name}" is paused; resume it: outbox endpoint resume')
-            raise UsageError(f'endpoint "{name}" is {found.state}; only a disabled one is enabled')
+                raise Conflict(f'endpoint "{name}" is paused; resume it: outbox endpoint resume')
+            raise Conflict(f'endpoint "{name}" is {found.state}; only a disabled one is enabled')
         if found.state in ("disabling", "removing"):
-            raise UsageError(f'endpoint "{name}" is just {found.state}; wait until that is done')
+            raise Conflict(f'endpoint "{name}" is just {found.state}; wait until that is done')
         state = "active" if found.state == "disabled" else found.state
         await begin_subscription(connection, from_batch, found.id, found.settings)
         await connection.execute(TRY_NOW, found.id)
@@ -157,7 +157,7 @@ def must_be(found: Found, states: Sequence[str], done: str) -> None:
     """Refuse what cannot be done in this state.
 
     Raises:
-        UsageError: it is in another one.
+        Conflict: it is in another one.
     """
     if found.state in states:
         return
@@ -168,4 +168,4 @@ def must_be(found: Found, states: Sequence[str], done: str) -> None:
     }.get(found.state, "nothing more can be done with it")
     is_being = "is" if found.state == "disabled" else "is being"
     state = {"disabling": "disabled", "removing": "removed"}.get(found.state, found.state)
-    raise UsageError(f'endpoint "{name}" {is_being} {state} and cannot be {done}; {hint}')
+    raise Conflict(f'endpoint "{name}" {is_being} {state} and cannot be {done}; {hint}')

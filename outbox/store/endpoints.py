@@ -59,6 +59,7 @@ SELECT e.id, e.state, e.state_at, e.state_by, e.state_why, e.generation, e.creat
 # By name, in the order of its bytes, which is the same in every locale.
 LIST_PAGE = f"""{LIST_ENDPOINTS}
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.name COLLATE "C" > $1)
+   AND ($3::text IS NULL OR e.tenant = $3)
  ORDER BY e.name COLLATE "C" LIMIT $2
 """
 
@@ -193,11 +194,21 @@ class Detail:
 
 
 async def page(
-    connection: Connection[Any], schema: str, *, limit: int = 100, after: str | None = None
+    connection: Connection[Any],
+    schema: str,
+    *,
+    tenant: str | None = None,
+    limit: int = 100,
+    after: str | None = None,
 ) -> list[EndpointRow]:
-    """Endpoints by name, at most `limit`, the ones behind `after`."""
+    """Endpoints by name, at most `limit`, the ones behind `after`.
+
+    Args:
+        tenant: only those that are for it alone.
+    """
     with map_errors(schema):
-        return [_endpoint(row) for row in await connection.fetch(LIST_PAGE, after, limit)]
+        rows = await connection.fetch(LIST_PAGE, after, limit, tenant)
+    return [_endpoint(row) for row in rows]
 
 
 async def settings_page(
@@ -205,7 +216,7 @@ async def settings_page(
 ) -> list[tuple[UUID, EndpointSettings]]:
     """The same with all of their settings, and nothing else."""
     with map_errors(schema):
-        rows = await connection.fetch(LIST_PAGE, after, limit)
+        rows = await connection.fetch(LIST_PAGE, after, limit, None)
     return [(row["id"], settings_of(row)) for row in rows]
 
 

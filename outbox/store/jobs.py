@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from outbox.errors import NotFound, UsageError
+from outbox.errors import Conflict, NotFound
 from outbox.store.changes import change, write_journal
 from outbox.store.connect import map_errors
+from outbox.store.tenancy import JOB_IS_OWN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +56,11 @@ SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, 
          FROM replay_part WHERE job_id = j.id) p
 """
 
-READ_JOBS = f"""{_JOBS} WHERE j.id > $1 AND j.state = ANY ($2) ORDER BY j.id LIMIT $3"""
+READ_JOBS = f"""{_JOBS}
+ WHERE j.id > $1 AND j.state = ANY ($2)
+   AND ($4::text IS NULL OR {JOB_IS_OWN.format(job="j.id", tenant="$4")})
+ ORDER BY j.id LIMIT $3
+"""
 READ_JOB = f"""{_JOBS} WHERE j.id = $1"""
 
 LOCK_JOB = "SELECT state FROM replay_job WHERE id = $1 FOR UPDATE"
@@ -107,12 +112,17 @@ async def page(
     schema: str,
     *,
     states: Sequence[State] = STATES,
+    tenant: str | None = None,
     limit: int = 100,
     after: int = 0,
 ) -> list[Job]:
-    """Jobs by id, at most `limit`, the ones behind `after`."""
+    """Jobs by id, at most `limit`, the ones behind `after`.
+
+    Args:
+        tenant: only those about its own endpoints alone.
+    """
     with map_errors(schema):
-        rows = await connection.fetch(READ_JOBS, after, list(states), limit)
+        rows = await connection.fetch(READ_JOBS, after, list(states), limit, tenant)
     return [_job(row) for row in rows]
 
 
@@ -139,7 +149,7 @@ async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor:
 
     Raises:
         NotFound: there is none with this id.
-        UsageError: it has ended.
+        Conflict: it has ended.
     """
     async with change(connection, schema):
         state = await connection.fetchval(LOCK_JOB, job_id)
@@ -147,7 +157,7 @@ async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor:
             raise _no_such(job_id)
         if state != "running":
             text = "is done" if state == "done" else "was aborted already"
-            raise UsageError(f"replay job {job_id} {text}; see: outbox replay show {job_id}")
+            raise Conflict(f"replay job {job_id} {text}; see: outbox replay show {job_id}")
         await connection.execute(CALL_OFF, None, job_id)
         await connection.execute(ABORT_JOB, job_id)
         job = _job(await connection.fetchrow(READ_JOB, job_id))

@@ -32,14 +32,24 @@ SELECT outbox_id FROM dead_letter WHERE event_id = $1 AND outbox_id IS NOT NULL
 
 # OFFSET 0: the newest are not looked for from the newest id down.
 FIND_BY_KEY = """
-SELECT id FROM (SELECT id FROM outbox WHERE key = $1 OFFSET 0) found
+SELECT id FROM (
+       SELECT id FROM outbox WHERE key = $1 AND ($4::text IS NULL OR tenant = $4) OFFSET 0) found
  WHERE id < $2 ORDER BY id DESC LIMIT $3
 """
 
 FIND_ONCE = "SELECT event_id FROM once WHERE key = $1"
 
 # It is published, and waits for its time.
-FIND_FUTURE = "SELECT deliver_at FROM future_event WHERE event_id = $1"
+FIND_FUTURE = """
+SELECT deliver_at FROM future_event WHERE event_id = $1 AND ($2::text IS NULL OR tenant = $2)
+"""
+
+# Which of some events are a tenant's.
+FIND_OWN = """
+SELECT id FROM outbox WHERE id = ANY ($1) AND tenant = $2
+ UNION
+SELECT outbox_id FROM dead_letter WHERE outbox_id = ANY ($1) AND tenant = $2
+"""
 
 # Whom an X-Delivery may be of.
 READ_ENDPOINT_IDS = "SELECT id FROM endpoint"
@@ -72,13 +82,20 @@ class Found:
 
 
 async def find(
-    connection: Connection[Any], schema: str, text: str, *, limit: int = 5, below: int = ID_MAX
+    connection: Connection[Any],
+    schema: str,
+    text: str,
+    *,
+    limit: int = 5,
+    below: int = ID_MAX,
+    tenant: str | None = None,
 ) -> Found:
     """Which events an event id, X-Delivery, once key, key or outbox id stands for.
 
     Args:
         limit: of the events of a key, at most so many, the newest first;
         below: and of those only the ones with a lower outbox id.
+        tenant: events of any other one are not known.
 
     Raises:
         NotFound: none; or one that waits for its time.
@@ -94,34 +111,46 @@ async def find(
             await connection.execute(PLAN_BY_INDEX)
             uuid = _uuid(text)
             if uuid is not None:
-                if ids := await _by_event_id(connection, uuid):
+                if ids := await _own(connection, tenant, await _by_event_id(connection, uuid)):
                     return Found("event id", ids, more=False)
-                await _not_before_its_time(connection, uuid)
-                if ids := await _by_delivery_id(connection, uuid):
+                await _not_before_its_time(connection, uuid, tenant)
+                if ids := await _own(connection, tenant, await _by_delivery_id(connection, uuid)):
                     return Found("X-Delivery", ids, more=False)
             event_id = await connection.fetchval(FIND_ONCE, text)
             if event_id is not None:
-                if ids := await _by_event_id(connection, event_id):
+                if ids := await _own(connection, tenant, await _by_event_id(connection, event_id)):
                     return Found("once key", ids, more=False)
-                await _not_before_its_time(connection, event_id)
-            rows = await connection.fetch(FIND_BY_KEY, text, below, limit + 1)
+                await _not_before_its_time(connection, event_id, tenant)
+            rows = await connection.fetch(FIND_BY_KEY, text, below, limit + 1, tenant)
             if rows:
                 ids = tuple(row["id"] for row in rows)
                 return Found("key", ids[:limit], more=len(ids) > limit)
             if text.isascii() and text.isdigit() and 0 < int(text) <= ID_MAX:
                 known = await connection.fetch(READ_EVENT_IDS, [int(text)])
-                if known:
-                    return Found("outbox id", (int(text),), more=False)
+                if ids := await _own(connection, tenant, (int(text),) if known else ()):
+                    return Found("outbox id", ids, more=False)
     raise unknown
 
 
-async def _not_before_its_time(connection: Connection[Any], event_id: UUID) -> None:
+async def _own(
+    connection: Connection[Any], tenant: str | None, ids: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Of these events those that are the tenant's; all of them without one."""
+    if tenant is None or not ids:
+        return ids
+    own = {row["id"] for row in await connection.fetch(FIND_OWN, ids, tenant)}
+    return tuple(outbox_id for outbox_id in ids if outbox_id in own)
+
+
+async def _not_before_its_time(
+    connection: Connection[Any], event_id: UUID, tenant: str | None
+) -> None:
     """Refuse an event that is not in the outbox yet.
 
     Raises:
         NotFound: it waits.
     """
-    deliver_at = await connection.fetchval(FIND_FUTURE, event_id)
+    deliver_at = await connection.fetchval(FIND_FUTURE, event_id, tenant)
     if deliver_at is not None:
         raise NotFound(
             f"event {event_id} waits for its time, {deliver_at.isoformat(sep=' ')}; "

@@ -15,6 +15,7 @@ from outbox.store.connect import map_errors
 from outbox.store.lookup import PLAN_BY_INDEX
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from datetime import datetime
     from uuid import UUID
 
@@ -48,6 +49,8 @@ SELECT * FROM ({_COLUMNS}) o
 """  # noqa: S608 (constants only)
 
 GET_ONCE = f"{_COLUMNS} WHERE key = $1"
+
+FIND_EVENTS = "SELECT key, event_id FROM once WHERE key = ANY ($1) AND event_id IS NOT NULL"
 
 RESET_ONCE = """
 UPDATE once SET expires_at = clock_timestamp(), resets = resets + 1
@@ -152,6 +155,17 @@ async def reset(connection: Connection[Any], schema: str, key: str, *, actor: st
             about = {"key": key, **row}
             await write_journal(connection, "once_reset", actor, None, about)
     return True
+
+
+async def events_of(
+    connection: Connection[Any], schema: str, keys: Sequence[str]
+) -> dict[str, UUID]:
+    """The events that were published for once keys; a key without one is left out."""
+    if not keys:
+        return {}
+    with map_errors(schema):
+        rows = await connection.fetch(FIND_EVENTS, keys)
+    return {row["key"]: row["event_id"] for row in rows}
 
 
 def _behind(prefix: str) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.request import rfc3339
-from outbox.errors import UsageError
+from outbox.errors import Conflict
 from outbox.store.changes import change, wish, write_journal
 from outbox.store.connect import map_errors
 from outbox.store.dead import no_such, replays_of
@@ -140,7 +140,7 @@ async def replay(
 
     Raises:
         NotFound: an id or endpoint that does not exist.
-        UsageError: one named by id is erased, not dead any more, or of an
+        Conflict: one named by id is erased, not dead any more, or of an
             endpoint that is disabled or removed.
     """
     if selection.ids:
@@ -202,7 +202,7 @@ async def _add(
 async def _sweep(connection: Connection[Any], selection: Selection) -> list[Found]:
     its = selection.filter
     rows = await connection.fetch(
-        COUNT_DEAD, await endpoint_ids(connection, its.endpoint), *its.arguments
+        COUNT_DEAD, await endpoint_ids(connection, its.endpoint, its.owner), *its.arguments
     )
     found = []
     for row in rows:
@@ -279,7 +279,7 @@ async def _named(connection: Connection[Any], ids: Sequence[int], why_not: Any) 
             continue
         if row["state"] == "replaying":
             raise await _sent_again(connection, row["id"])
-        raise UsageError(f"dead letter {row['id']} {explanation}")
+        raise Conflict(f"dead letter {row['id']} {explanation}")
     return rows
 
 
@@ -288,12 +288,12 @@ async def named_dead(connection: Connection[Any], ids: Sequence[int]) -> list[An
 
     Raises:
         NotFound: there is one that does not exist.
-        UsageError: one of them is not dead any more.
+        Conflict: one of them is not dead any more.
     """
     return await _named(connection, ids, why_not_dead)
 
 
-async def _sent_again(connection: Connection[Any], dead_id: int) -> UsageError:
+async def _sent_again(connection: Connection[Any], dead_id: int) -> Conflict:
     """Why not once more: what became of the last replay."""
     last = (await replays_of(connection, dead_id))[-1]
     as_number = "" if last.sequence is None else f" as number {last.sequence}"
@@ -303,7 +303,7 @@ async def _sent_again(connection: Connection[Any], dead_id: int) -> UsageError:
         "dead_again": f"was sent again, and is dead again as {last.again}",
     }[last.state]
     shown = last.again or dead_id
-    return UsageError(f"dead letter {dead_id} {text}; see: outbox dead show {shown}")
+    return Conflict(f"dead letter {dead_id} {text}; see: outbox dead show {shown}")
 
 
 def why_not_dead(row: Any) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.core.cron import Cron
-from outbox.errors import UsageError
+from outbox.errors import Conflict, UsageError
 from outbox.store.changes import READ_NOW, write_journal
 from outbox.store.connect import map_errors
 from outbox.store.schedules import not_found, read
@@ -78,7 +78,8 @@ async def add(
         replace: change the one of that name, if there is one.
 
     Raises:
-        UsageError: there is one of that name; or the database refuses the event.
+        Conflict: there is one of that name.
+        UsageError: the database refuses the event.
     """
     cron = Cron(settings.cron, settings.timezone)
     with map_errors(schema):
@@ -227,8 +228,8 @@ async def _lock(connection: Connection[Any], name: str) -> Record:
     return row
 
 
-def _exists(name: str) -> UsageError:
-    return UsageError(f'there is a schedule "{name}" already; --replace changes it')
+def _exists(name: str) -> Conflict:
+    return Conflict(f'there is a schedule "{name}" already; --replace changes it')
 
 
 async def _journal(

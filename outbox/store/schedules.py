@@ -27,7 +27,8 @@ state_why, next_at, last_at, last_run_at, last_event_id, created_at, clock_times
 # Without payloads, each of which may be large.
 PAGE = f"""
 SELECT {COLUMNS}, NULL AS payload_json, NULL AS headers_json FROM schedule
- WHERE $1::text IS NULL OR name COLLATE "C" > $1 ORDER BY name COLLATE "C" LIMIT $2
+ WHERE ($1::text IS NULL OR name COLLATE "C" > $1) AND ($3::text IS NULL OR tenant = $3)
+ ORDER BY name COLLATE "C" LIMIT $2
 """  # noqa: S608 (constants only)
 
 GET = f"""
@@ -102,11 +103,20 @@ class Future:
 
 
 async def page(
-    connection: Connection[Any], schema: str, *, limit: int = 100, after: str | None = None
+    connection: Connection[Any],
+    schema: str,
+    *,
+    tenant: str | None = None,
+    limit: int = 100,
+    after: str | None = None,
 ) -> list[Schedule]:
-    """Schedules by name, at most `limit`, the ones behind `after`."""
+    """Schedules by name, at most `limit`, the ones behind `after`.
+
+    Args:
+        tenant: only those that publish for it.
+    """
     with map_errors(schema):
-        return [_schedule(row) for row in await connection.fetch(PAGE, after, limit)]
+        return [_schedule(row) for row in await connection.fetch(PAGE, after, limit, tenant)]
 
 
 async def get(connection: Connection[Any], schema: str, name: str) -> Schedule:

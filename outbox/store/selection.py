@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from outbox.core import pattern
@@ -23,6 +23,11 @@ REASONS: tuple[str, ...] = get_args(Reason)
 # A name may have been used by several endpoints, one after the other; dead
 # letters outlive them, so all of them are meant.
 FIND_ENDPOINTS = "SELECT id FROM endpoint WHERE name = $1"
+
+# All that are a tenant's now, or those of them that had this name.
+FIND_OWN_ENDPOINTS = """
+SELECT id FROM endpoint WHERE tenant = $2 AND ($1::text IS NULL OR name = $1)
+"""
 
 # Whether a selection `s` means a dead letter `d`, whose endpoint it is apart.  A range
 # has neither type nor tenant.
@@ -61,6 +66,8 @@ class Filter:
     since: datetime | None = None
     until: datetime | None = None
     """Given up at or after `since`, and before `until`."""
+    owner: str | None = None
+    """Only of endpoints that are for this tenant alone: who asks is kept to those."""
 
     def __post_init__(self) -> None:
         for text in self.types:
@@ -70,7 +77,7 @@ class Filter:
         require_order(self.since, self.until)
 
     def __bool__(self) -> bool:
-        return self != Filter()
+        return replace(self, owner=None) != Filter()
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -81,7 +88,7 @@ class Filter:
     @property
     def told(self) -> dict[str, Any]:
         """What was said, for the journal."""
-        said = {name: getattr(self, name) for name in self.__slots__}
+        said = {name: getattr(self, name) for name in self.__slots__ if name != "owner"}
         return {name: value for name, value in said.items() if value}
 
 
@@ -122,16 +129,24 @@ def require_order(since: datetime | None, until: datetime | None) -> None:
         raise UsageError("--until must be later than --since")
 
 
-async def endpoint_ids(connection: Connection[Any], name: str | None) -> list[UUID] | None:
+async def endpoint_ids(
+    connection: Connection[Any], name: str | None, owner: str | None = None
+) -> list[UUID] | None:
     """All endpoints that ever had this name; None without one.
 
+    Args:
+        owner: of those, or of all, the ones that are for this tenant alone.
+
     Raises:
-        NotFound: there was none.
+        NotFound: there was none of that name.
     """
-    if name is None:
+    if owner is not None:
+        rows = await connection.fetch(FIND_OWN_ENDPOINTS, name, owner)
+    elif name is not None:
+        rows = await connection.fetch(FIND_ENDPOINTS, name)
+    else:
         return None
-    rows = await connection.fetch(FIND_ENDPOINTS, name)
-    if not rows:
+    if name is not None and not rows:
         raise await not_found(connection, name)
     return [row["id"] for row in rows]
 

@@ -278,6 +278,12 @@ async def read(
     return overview if since is None else replace(overview, rates=_rates(since, overview, events))
 
 
+async def replicas(connection: Connection[Any], schema: str) -> list[Replica]:
+    """The relays that are registered, and nothing else."""
+    with map_errors(schema):
+        return [Replica(**dict(row)) for row in await connection.fetch(REPLICAS)]
+
+
 def _rates(before: Overview, now: Overview, events: int) -> Rates | None:
     seconds = (now.at - before.at).total_seconds()
     if seconds <= 0:

@@ -112,6 +112,14 @@ class EgressPolicy:
         # The same URLs are looked at before every attempt.
         self._good = lru_cache(maxsize=16_384)(self._check)
 
+    def refusal_of_url(self, url: str) -> str | None:
+        """Why a URL may not be delivered to; None: it may."""
+        try:
+            self.check_url(url)
+        except UsageError as error:
+            return str(error).removeprefix("url: ")
+        return None
+
     def check_url(self, url: str) -> None:
         """Refuse what can never be delivered to.
 

@@ -449,7 +449,7 @@ async def _status_endpoints(log: LongLog) -> Case:
 
 
 async def _endpoint_list(log: LongLog) -> Case:
-    return Case(endpoints.LIST_PAGE, (None, 100), 150_000, 2 * _STATES)
+    return Case(endpoints.LIST_PAGE, (None, 100, None), 150_000, 2 * _STATES)
 
 
 async def _endpoint_show(log: LongLog) -> Case:
@@ -461,17 +461,17 @@ async def _endpoint_lanes(log: LongLog) -> Case:
 
 
 async def _dead_list(log: LongLog) -> Case:
-    return Case(dead.LIST_DEAD, (0, ["dead"], None, 100, ["dead"], *ANY), 60_000, 2000)
+    return Case(dead.LIST_DEAD, (0, ["dead"], None, 100, ["dead"], *ANY, None), 60_000, 2000)
 
 
 async def _dead_list_of_one(log: LongLog) -> Case:
-    arguments = (0, ["dead"], [log.endpoints[1]], 100, ["dead"], *ANY)
+    arguments = (0, ["dead"], [log.endpoints[1]], 100, ["dead"], *ANY, None)
     return Case(dead.LIST_DEAD, arguments, 60_000, 2000)
 
 
 async def _dead_list_of_what_is_sent_again(log: LongLog) -> Case:
     states = ["replaying", "replayed", "dead_again"]
-    return Case(dead.LIST_DEAD, (0, ["replaying"], None, 100, states, *ANY), 40_000, 30_000)
+    return Case(dead.LIST_DEAD, (0, ["replaying"], None, 100, states, *ANY, None), 40_000, 30_000)
 
 
 async def _dead_show(log: LongLog) -> Case:

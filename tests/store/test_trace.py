@@ -127,7 +127,7 @@ async def test_a_key_is_found_among_many_without_reading_them(db: Connection[Any
     async with db.transaction():
         await db.execute(lookup.PLAN_BY_INDEX)
         for sql, arguments in (
-            (lookup.FIND_BY_KEY, ("order-12345", 1 << 40, 5)),
+            (lookup.FIND_BY_KEY, ("order-12345", 1 << 40, 5, None)),
             (lookup.FIND_BY_EVENT_ID, (event_id,)),
         ):
             plan = await explain(db, sql, *arguments, generic=False)

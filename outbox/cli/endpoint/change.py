@@ -14,6 +14,7 @@ from outbox.cli.output import count, emit_json, emit_pairs, safe
 from outbox.core.endpoint import EndpointSettings
 from outbox.store import endpoint_changes
 from outbox.transport.egress import EgressPolicy
+from outbox.views import endpoints as views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,15 +58,7 @@ def add(settings: Settings, name: str, url: str, given: dict[str, Any], as_json:
                 "this endpoint gets those that match, too"
             )
         if as_json:
-            emit_json(
-                {
-                    "id": made.id,
-                    "name": made.name,
-                    "url": made.url,
-                    "secret": made.secret,
-                    "lanes": made.lanes,
-                }
-            )
+            emit_json(views.added(made))
             return
         emit_pairs(
             [
@@ -126,8 +119,7 @@ def update(
                 connection, settings.schema_name, name, edited, actor=actor()
             )
         if as_json:
-            changes = {each.setting: [each.old, each.new] for each in done.differences}
-            emit_json({"id": done.id, "name": done.name, "changed": changes})
+            emit_json(views.updated(done))
         elif not done.differences:
             click.echo(f'endpoint "{name}" is like that already; nothing was changed')
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,14 +19,13 @@ from outbox.cli.output import cell, emit_json, emit_pairs, emit_table
 from outbox.core import declaration, retry
 from outbox.core.schedule import COLUMNS, cells, markdown, schedule
 from outbox.store import endpoints
+from outbox.views import endpoints as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.core.endpoint import EndpointSettings
     from outbox.store.endpoints import Detail, EndpointRow
 
 PAGE = 500
-_CREDENTIAL = re.compile("auth|cookie|key|pass|secret|session|signature|token", re.IGNORECASE)
 
 
 @command.command(
@@ -84,16 +82,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
         async with database(settings) as connection:
             found = await endpoints.get(connection, settings.schema_name, name)
         if as_json:
-            emit_json(
-                {
-                    "endpoint": found.row,
-                    "settings": _settings(found.settings),
-                    "health": found.health,
-                    "secrets": found.secrets,
-                    "lanes": found.lanes,
-                    "hands": found.hands,
-                }
-            )
+            emit_json(views.detail(found))
             return
         emit_pairs(_pairs(found))
         click.echo()
@@ -211,7 +200,7 @@ def policies(policy: tuple[str, ...], as_markdown: bool, as_json: bool) -> None:
 
 def _pairs(found: Detail) -> list[tuple[str, Any]]:
     """Everything about an endpoint but its lanes, in the order of its use."""
-    row, health, told = found.row, found.health, _settings(found.settings)
+    row, health, told = found.row, found.health, views.settings(found.settings)
     state = f"{row.state} since {cell(row.state_at)}"
     if row.state_by:
         state += f" by {row.state_by}"
@@ -251,16 +240,6 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("owed", row.owed),
         ("added", row.created_at),
     ]
-
-
-def _settings(settings: EndpointSettings) -> dict[str, Any]:
-    """Settings by the names of files and flags, without what looks like a credential."""
-    told = {name: declaration.value(settings, name) for name in declaration.FIELDS}
-    told["headers"] = {
-        name: "(not shown)" if _CREDENTIAL.search(name) else value
-        for name, value in settings.headers.items()
-    }
-    return told
 
 
 def _state(row: EndpointRow) -> str:

@@ -14,11 +14,11 @@ from outbox.cli.common import (
     run_async,
     settings_options,
 )
-from outbox.cli.output import emit_json
+from outbox.cli.output import clock_time, emit_json
 from outbox.cli.publish import parse_headers, read_payload
 from outbox.cli.schedule.group import command
-from outbox.cli.schedule.view import clock_time, schedule_json
 from outbox.store import schedule_changes
+from outbox.views import schedules as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -121,7 +121,7 @@ def add(
                 connection, settings.schema_name, wanted, actor=actor(), replace=replace
             )
         if as_json:
-            emit_json(schedule_json(added))
+            emit_json(views.schedule(added))
             return
         runs = added.next_runs()
         if not runs:

@@ -14,11 +14,11 @@ from outbox.cli.common import (
     settings_options,
     tell_more,
 )
-from outbox.cli.output import age, count, emit_json, emit_pairs, emit_table
+from outbox.cli.output import age, clock_time, count, emit_json, emit_pairs, emit_table
 from outbox.cli.schedule.group import command
-from outbox.cli.schedule.view import clock_time, schedule_json
 from outbox.core import duration
 from outbox.store import schedules
+from outbox.views import schedules as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -56,7 +56,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
             tell_more(rows[-1].name)
         if as_json:
             waiting = {"events": future.events, "first_at": future.first_at}
-            listed = [schedule_json(row, of_many=True) for row in rows]
+            listed = [views.schedule(row, of_many=True) for row in rows]
             emit_json({"schedules": listed, "future_events": waiting})
             return
         emit_table(
@@ -85,7 +85,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
         async with database(settings) as connection:
             found = await schedules.get(connection, settings.schema_name, name)
         if as_json:
-            emit_json(schedule_json(found))
+            emit_json(views.schedule(found))
             return
         paused = None if found.state == "active" else found
         emit_pairs(

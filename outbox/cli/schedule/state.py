@@ -13,10 +13,10 @@ from outbox.cli.common import (
     run_async,
     settings_options,
 )
-from outbox.cli.output import emit_json
+from outbox.cli.output import clock_time, emit_json
 from outbox.cli.schedule.group import command
-from outbox.cli.schedule.view import clock_time, schedule_json
 from outbox.store import schedule_changes
+from outbox.views import schedules as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -43,7 +43,7 @@ def pause(settings: Settings, names: tuple[str, ...], why: str | None, as_json: 
                 connection, settings.schema_name, names, actor=actor(), why=why
             )
         if as_json:
-            emit_json([schedule_json(each) for each in paused])
+            emit_json([views.schedule(each) for each in paused])
             return
         for each in paused:
             click.echo(f'schedule "{each.name}" is paused')
@@ -70,7 +70,7 @@ def resume(settings: Settings, names: tuple[str, ...], why: str | None, as_json:
                 connection, settings.schema_name, names, actor=actor(), why=why
             )
         if as_json:
-            emit_json([schedule_json(each) for each in resumed])
+            emit_json([views.schedule(each) for each in resumed])
             return
         for each in resumed:
             click.echo(f'schedule "{each.name}" runs again at {clock_time(each.next_runs(1)[0])}')

@@ -1,0 +1,1 @@
+"""The HTTP API, inside the relay's process and never needed for a delivery."""

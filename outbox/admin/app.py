@@ -1,0 +1,180 @@
+"""The application: the one way in for every request.
+
+    host ─▶ route ─▶ token ─▶ scope ─▶ tenant ─▶ query, body ─▶ its own? ─▶ handler
+
+Whatever goes wrong on it ends as a problem (RFC 9457), and nothing of it reaches the
+relay, beside which this runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import structlog
+from aiohttp import web
+
+from outbox.admin import openapi, problem, tenancy
+from outbox.admin.auth import Authenticator, require
+from outbox.admin.hosts import hold_to_host
+from outbox.admin.problem import Kind, Problem
+from outbox.admin.reading import NoQuery, hold_to_text, read_body, read_query, too_large
+from outbox.admin.routes import ROUTES
+from outbox.admin.routing import Call, Later, Page, Reply
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from outbox.admin.database import Database
+    from outbox.admin.failures import FailedLogins
+    from outbox.admin.routing import Caller, Route
+    from outbox.config import Settings
+    from outbox.web.address import Address
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+log = structlog.get_logger("outbox.admin")
+
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Server": "outbox",
+}
+"""Of every answer.  Nothing says that scripts of other origins may read it."""
+
+
+def application(
+    settings: Settings,
+    address: Address,
+    database: Database,
+    failures: FailedLogins,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> web.Application:
+    """The API for these settings, as it is served at `address`."""
+    admin = _Admin(settings, database, Authenticator(database, failures, clock))
+    app = web.Application(middlewares=[_problems, hold_to_host(address)])
+    app.on_response_prepare.append(_add_headers)
+    app.router.add_get("/openapi.json", openapi.handler(ROUTES))
+    for route in ROUTES:
+        app.router.add_route(route.method, route.path, admin.handler(route))
+    return app
+
+
+class _Admin:
+    """Answers requests by the rows of the table."""
+
+    def __init__(
+        self, settings: Settings, database: Database, authenticator: Authenticator
+    ) -> None:
+        self._settings = settings
+        self._database = database
+        self._authenticator = authenticator
+
+    def handler(self, route: Route) -> Handler:
+        """What answers the requests for a route."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                async with asyncio.timeout(route.timeout_s):
+                    caller = await self._authenticator.caller(
+                        request.headers.get("Authorization"), request.remote
+                    )
+                    answer = await self._answer(route, request, caller)
+            except Exception as error:
+                raise _as_problem(error, request, route) from error
+            return answer
+
+        return handle
+
+    async def _answer(
+        self, route: Route, request: web.Request, caller: Caller
+    ) -> web.StreamResponse:
+        require(caller, route.scope)
+        tenancy.let_in(route, caller)
+        path = dict(request.match_info)
+        hold_to_text(path)
+        query = read_query(request.query, route.query or NoQuery)
+        hold_to_text(request.query_string and list(request.query.values()))
+        body = None
+        if route.body is not None:
+            body = await read_body(request, route.body, required=route.body_required)
+        try:
+            async with self._database.connection() as connection:
+                await tenancy.require_own(connection, route, caller.tenant, path)
+                call: Call[Any, Any] = Call(
+                    caller, connection, self._settings, path, request.headers, query, body
+                )
+                answer = await route.handler(call)
+        except Exception as error:
+            told = problem.of(error)
+            if told is not None and told.kind is Kind.NOT_FOUND and caller.tenant is not None:
+                # Whether somebody else has it, or nobody, and what it may have meant.
+                raise Problem(Kind.NOT_FOUND, tenancy.NOT_YOURS) from error
+            raise
+        if isinstance(answer, Later):
+            answer = await answer.go()
+        return _response(answer)
+
+
+def _response(answer: Any) -> web.Response:
+    status = 200
+    if isinstance(answer, Reply):
+        answer, status = answer.value, answer.status
+    if isinstance(answer, Page):
+        answer = {"items": answer.items, "next": answer.next, **answer.rest}
+    return web.Response(body=encode(answer), status=status, content_type="application/json")
+
+
+def encode(value: Any) -> bytes:
+    """As `--json` has it: times in RFC 3339, dataclasses as objects."""
+    # asyncpg's UUIDs are a class of its own, which orjson does not know.
+    return orjson.dumps(value, default=str, option=orjson.OPT_UTC_Z)
+
+
+def _as_problem(error: Exception, request: web.Request, route: Route) -> Exception:
+    """What to answer for an error; one that nobody expected is logged."""
+    if isinstance(error, web.HTTPException):
+        return error
+    told = problem.of(error)
+    if told is not None:
+        return told
+    error_id = str(uuid.uuid4())
+    log.error(
+        "unexpected error", error_id=error_id, method=request.method, route=route.path,
+        exc_info=error,
+    )  # fmt: skip
+    return Problem(Kind.INTERNAL, f"the log of this relay has it as error {error_id}")
+
+
+@web.middleware
+async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error as a problem, aiohttp's own as well."""
+    try:
+        return await handler(request)
+    except Problem as told:
+        return _problem(told)
+    except web.HTTPRequestEntityTooLarge:
+        return _problem(too_large())
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        detail = f"{request.path} understands {allowed}"
+        return _problem(Problem(Kind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed}))
+    except web.HTTPNotFound:
+        return _problem(Problem(Kind.NOT_FOUND, "there is no such path; see: /openapi.json"))
+
+
+def _problem(told: Problem) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(told.body()),
+        status=told.kind.status,
+        headers=dict(told.headers),
+        content_type=problem.MEDIA_TYPE,
+    )
+
+
+async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)

@@ -1,0 +1,128 @@
+"""Who asks: bearer tokens (RFC 6750), and what becomes of those who have none.
+
+A token that was good is believed for `KNOWN_S` more, so that a page that asks ten
+things at once asks the database once; a revocation therefore holds after that time
+everywhere.  What does not even look like a token never reaches the database, and
+whoever guesses has one connection for all of the guesses, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from outbox.admin.problem import Kind, Problem
+from outbox.admin.routing import Caller
+from outbox.core.token import digest, is_token
+from outbox.store import tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.admin.database import Database
+    from outbox.admin.failures import FailedLogins
+    from outbox.core.token import Scope
+    from outbox.store.tokens import TokenRow
+
+KNOWN_S = 2.0
+KNOWN_MAX = 1000
+REALM = 'Bearer realm="outbox"'
+
+
+class Authenticator:
+    """Tells whose a token is.
+
+    Args:
+        failures: is told of those who have none that is good.
+        clock: seconds that nobody sets.
+    """
+
+    def __init__(
+        self, database: Database, failures: FailedLogins, clock: Callable[[], float]
+    ) -> None:
+        self._database = database
+        self._failures = failures
+        self._clock = clock
+        self._known: OrderedDict[bytes, tuple[Caller, float]] = OrderedDict()
+        self._turn = asyncio.Lock()
+
+    async def caller(self, authorization: str | None, remote: str | None) -> Caller:
+        """Who sent this header.
+
+        Raises:
+            Problem: it is missing, or its token is none, expired or revoked.
+            OutboxError: the database cannot be asked.
+        """
+        try:
+            return await self._caller(authorization)
+        except Problem as problem:
+            self._failures.note(remote or "unknown", problem.detail)
+            raise
+
+    async def _caller(self, authorization: str | None) -> Caller:
+        if authorization is None:
+            raise Problem(
+                Kind.UNAUTHENTICATED,
+                "send Authorization: Bearer TOKEN; outbox token add makes one",
+                {"WWW-Authenticate": REALM},
+            )
+        scheme, _, secret = authorization.partition(" ")
+        secret = secret.strip()
+        if scheme.lower() != "bearer" or not is_token(secret):
+            raise _bad("this is not a token")
+        key = digest(secret)
+        if (caller := self._believed(key)) is not None:
+            return caller
+        async with self._turn:
+            # Whoever waited before us may have asked about the same one.
+            if (caller := self._believed(key)) is not None:
+                return caller
+            async with self._database.connection() as connection:
+                row = await tokens.find(connection, self._database.schema, secret)
+            if row is None:
+                raise _bad("the token is not known")
+            if row.state != "live":
+                raise _bad(f"the token {_ended(row)}")
+            caller = Caller(row.id, row.name, row.scopes, row.tenant, row.expires_at)
+            self._known[key] = caller, self._clock() + KNOWN_S
+            while len(self._known) > KNOWN_MAX:
+                self._known.popitem(last=False)
+        return caller
+
+    def _believed(self, key: bytes) -> Caller | None:
+        found = self._known.get(key)
+        if found is None:
+            return None
+        caller, until = found
+        if self._clock() < until:
+            return caller
+        del self._known[key]
+        return None
+
+
+def require(caller: Caller, scope: Scope | None) -> None:
+    """Refuse a token that may not do this.
+
+    Raises:
+        Problem: it has not this scope.
+    """
+    if scope is not None and scope not in caller.scopes:
+        has = ", ".join(caller.scopes)
+        raise Problem(
+            Kind.SCOPE_MISSING,
+            f'this needs a token with the scope "{scope}"; "{caller.name}" has {has}',
+            {"WWW-Authenticate": f'{REALM}, error="insufficient_scope", scope="{scope}"'},
+        )
+
+
+def _ended(row: TokenRow) -> str:
+    return "was revoked" if row.state == "revoked" else "has expired"
+
+
+def _bad(detail: str) -> Problem:
+    return Problem(
+        Kind.UNAUTHENTICATED,
+        f"{detail}; outbox token add makes one",
+        {"WWW-Authenticate": f'{REALM}, error="invalid_token"'},
+    )

@@ -1,0 +1,125 @@
+"""The API's own connections: few, opened when they are needed, and bounded in time.
+
+The relay's are not used, so that whatever is asked here takes nothing from a delivery.
+When the database is away, requests are told so, and the next one tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import asyncpg
+
+from outbox.errors import DatabaseUnavailable
+from outbox.store.connect import connect
+from outbox.store.migrate import require_current
+from outbox.store.pooled import PooledWorker
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asyncpg import Connection
+
+    from outbox.config import Settings
+    from outbox.store.dsn import Dsn
+
+APPLICATION_NAME = "outbox-admin"
+CONNECTIONS_MAX = 4
+IDLE_S = 30.0
+"""A connection that nobody needs is closed after this."""
+STATEMENT_TIMEOUT_S = 30.0
+LOCK_TIMEOUT_S = 10.0
+"""For a row that somebody else changes; the cursor's is held for milliseconds."""
+WAIT_S = 10.0
+"""For a connection to be free, or to be opened."""
+CLOSE_S = 1.0
+
+SESSION_SETTINGS = {
+    "statement_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
+    "lock_timeout": str(int(LOCK_TIMEOUT_S * 1000)),
+    "idle_in_transaction_session_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
+    "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
+}
+
+
+class Database:
+    """Connections for requests; use it within `opened`."""
+
+    def __init__(self, dsn: Dsn, settings: Settings) -> None:
+        self._dsn = dsn
+        self._settings = settings
+        self._pool: Any = None
+
+    @property
+    def schema(self) -> str:
+        """The schema of the outbox."""
+        return self._settings.schema_name
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """While this lasts connections can be had; none is opened before one is asked for."""
+        pool = asyncpg.create_pool(
+            min_size=0,
+            max_size=CONNECTIONS_MAX,
+            max_inactive_connection_lifetime=IDLE_S,
+            connect=self._connect,
+            # Behind a proxy there is no session of ours to reset.
+            reset=_nothing if self._settings.pooled else None,
+        )
+        self._pool = await pool
+        try:
+            yield
+        finally:
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await pool.close()
+            except TimeoutError:
+                pool.terminate()
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection[Any]]:
+        """A connection whose schema is of this version.
+
+        Raises:
+            OutboxError: everything that `connect` and `require_current` raise.
+            DatabaseUnavailable: all connections are taken, or it does not answer.
+        """
+        try:
+            async with asyncio.timeout(WAIT_S):
+                connection = await self._pool.acquire()
+        except TimeoutError:
+            raise DatabaseUnavailable(
+                f"the database did not answer within {WAIT_S:.0f} s, or all {CONNECTIONS_MAX} "
+                "connections of the API are busy; try again"
+            ) from None
+        try:
+            yield cast("Connection[Any]", connection)
+        finally:
+            await self._pool.release(connection, timeout=CLOSE_S)
+
+    async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
+        pooled = self._settings.pooled
+        connection: Any = await connect(
+            self._dsn,
+            schema=self.schema,
+            application_name=APPLICATION_NAME,
+            # Not the DSN's name: whoever looks at the server's sessions tells them apart by it.
+            server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
+            pooled=pooled,
+            connection_class=PooledWorker if pooled else asyncpg.Connection,
+        )
+        try:
+            await require_current(connection, self.schema)
+            if pooled:
+                connection.bring(self.schema, SESSION_SETTINGS)
+        except BaseException:
+            connection.terminate()
+            raise
+        return cast("Connection[Any]", connection)
+
+
+async def _nothing(_: Any) -> None:
+    """There is nothing to reset."""

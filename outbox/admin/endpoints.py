@@ -1,0 +1,348 @@
+"""/v1/endpoints: destinations, and everything that is done with them."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from pydantic import Field
+
+from outbox.admin import tenancy
+from outbox.admin.reading import NoQuery, Paging, Seconds
+from outbox.admin.routing import (
+    Call,
+    For,
+    Later,
+    Model,
+    Page,
+    PageOf,
+    Reply,
+    Route,
+    Shown,
+    paged,
+)
+from outbox.core import declaration
+from outbox.errors import UsageError
+from outbox.store import (
+    endpoint_changes,
+    endpoint_removal,
+    endpoint_secrets,
+    endpoint_states,
+    endpoints,
+)
+from outbox.store.endpoint_removal import Removal
+from outbox.store.endpoint_secrets import OVERLAP_S, Rotation
+from outbox.store.endpoint_states import Change
+from outbox.store.endpoints import EndpointRow, Hand, Health, LaneRow, SecretRow
+from outbox.transport import trial
+from outbox.transport.egress import EgressPolicy
+from outbox.views import endpoints as views
+
+NAME = "/v1/endpoints/{name}"
+TEST_TIMEOUT_S = 120.0
+"""An endpoint's own time-out may be longer; who waits that long may use the command."""
+
+
+class EndpointBody(Model):
+    """Settings by the names of files and flags; what is null is the default."""
+
+    name: str | None = None
+    url: str | None = None
+    types: tuple[str, ...] | None = None
+    """Patterns; none: everything but outbox.*."""
+    tenant: str | None = None
+    all_tenants: bool | None = None
+    filter: str | None = None
+    """An SQL/JSON path condition on the payload."""
+    method: str | None = None
+    headers: dict[str, str] | None = None
+    connect_timeout: float | str | None = None
+    timeout: float | str | None = None
+    retry: str | dict[str, Any] | None = None
+    """A policy such as patient, or values such as {"preset": "plane", "attempts": 8}."""
+    retryable: tuple[str | int, ...] | None = None
+    on_dead_letter: str | None = None
+    backlog_max: int | None = None
+    backlog_age: float | str | None = None
+    disable_after: float | str | None = None
+    lanes: int | None = None
+
+    def said(self) -> dict[str, Any]:
+        """What was said, null or not, as a file has it."""
+        values = self.model_dump(exclude_unset=True)
+        return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
+
+
+class RemovalQuery(Model):
+    give_up: bool = False
+    """Never send what it is owed."""
+    drain: bool = False
+    """Give it nothing new, and remove it when all is sent: ask again until it is gone."""
+
+
+class Why(Model):
+    """What for; kept with the change, and in the journal."""
+
+    why: str | None = None
+
+
+class RotationBody(Model):
+    overlap: Seconds = Field(default=OVERLAP_S, ge=0)
+    """The old secret signs beside the new one for so long; 0: no longer."""
+
+
+class Added(Shown):
+    """A new endpoint, with its signing secret, which is shown this once."""
+
+    id: UUID
+    name: str
+    url: str
+    secret: str
+    lanes: int
+
+
+class Updated(Shown):
+    """What was changed."""
+
+    id: UUID
+    name: str
+    changed: dict[str, list[str]]
+    """Each setting with its old and its new value."""
+
+
+class Detail(Shown):
+    """Everything about an endpoint."""
+
+    endpoint: EndpointRow
+    settings: dict[str, Any]
+    """By the names of files and flags; what looks like a credential is not shown."""
+    health: Health
+    secrets: tuple[SecretRow, ...]
+    lanes: tuple[LaneRow, ...]
+    hands: tuple[Hand, ...]
+    """The last relays that it went through; a tenant is not told."""
+
+
+class StillOwed(Shown):
+    """An endpoint that is not removed yet, because it is owed something."""
+
+    id: UUID
+    name: str
+    state: str
+    owed: int
+    blocked: int
+    """Lanes that wait for an operator."""
+
+
+class Trial(Shown):
+    """What came of a test delivery."""
+
+    endpoint: str
+    url: str
+    outcome: str
+    """What the relay would make of the answer: delivered, retried, dead_letter or disabled."""
+    version: int
+    elapsed_ms: float
+    status: int | None = None
+    failure: str | None = None
+    detail: str | None = None
+    headers: dict[str, str] | None = None
+    body: str | None = None
+
+
+async def _list(call: Call[Paging, None]) -> Page:
+    limit = call.query.limit
+    rows = await endpoints.page(
+        call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
+    )
+    return paged(rows, limit, lambda row: row.name)
+
+
+async def _add(call: Call[NoQuery, EndpointBody]) -> Reply:
+    said = call.body.said()
+    said["tenant"] = tenancy.forced(call.tenant, said.get("tenant"))
+    for name in ("name", "url"):
+        if said.get(name) is None:
+            raise UsageError(f"{name}: is missing")
+    wanted = declaration.one(said)
+    _hold_to_tenant(call, wanted)
+    _policy(call).check_url(wanted.url)
+    made = await endpoint_changes.add(call.db, call.schema, wanted, actor=call.actor)
+    return Reply(views.added(made), 201)
+
+
+async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
+    told = views.detail(await endpoints.get(call.db, call.schema, call.path["name"]))
+    return told if call.tenant is None else told | {"hands": ()}
+
+
+async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
+    said = call.body.said()
+    for name in ("name", "url"):
+        if name in said and said[name] is None:
+            raise UsageError(f"{name}: must be a text")
+    if (url := said.get("url")) is not None:
+        _policy(call).check_url(url)
+
+    def edit(there: Any) -> Any:
+        wanted = declaration.one(said, there)
+        _hold_to_tenant(call, wanted)
+        return wanted
+
+    done = await endpoint_changes.update(
+        call.db, call.schema, call.path["name"], edit, actor=call.actor
+    )
+    return views.updated(done)
+
+
+async def _remove(call: Call[RemovalQuery, None]) -> Any:
+    name, query = call.path["name"], call.query
+    if query.drain and query.give_up:
+        raise UsageError("say one of give_up and drain, not both")
+    if query.drain:
+        endpoint_id = await endpoint_removal.drain(call.db, call.schema, name, actor=call.actor)
+        left = await endpoint_removal.waiting(call.db, call.schema, endpoint_id)
+        if left.owed and left.state != "removing":
+            told = {"id": endpoint_id, "name": name, "state": left.state}
+            return Reply({**told, "owed": left.owed, "blocked": left.blocked}, 202)
+    return await endpoint_removal.remove(
+        call.db, call.schema, name, actor=call.actor, give_up=query.give_up
+    )
+
+
+async def _pause(call: Call[NoQuery, Why]) -> Change:
+    (change,) = await endpoint_states.pause(
+        call.db, call.schema, [call.path["name"]], actor=call.actor, why=call.body.why
+    )
+    return change
+
+
+async def _resume(call: Call[NoQuery, Why]) -> Change:
+    (change,) = await endpoint_states.resume(
+        call.db, call.schema, [call.path["name"]], actor=call.actor, why=call.body.why
+    )
+    return change
+
+
+async def _enable(call: Call[NoQuery, Why]) -> Change:
+    return await endpoint_states.enable(
+        call.db, call.schema, call.path["name"], actor=call.actor, why=call.body.why
+    )
+
+
+async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
+    return await endpoint_secrets.rotate_secret(
+        call.db,
+        call.schema,
+        call.path["name"],
+        actor=call.actor,
+        overlap_s=call.body.overlap,
+    )
+
+
+async def _test(call: Call[NoQuery, None]) -> Later:
+    found = await endpoints.get(call.db, call.schema, call.path["name"])
+    keys = await endpoints.signing_secrets(call.db, call.schema, found.row.id)
+
+    async def go() -> dict[str, Any]:
+        came = await trial.attempt(_policy(call), found.row.id, found.settings, keys)
+        return came.as_json()
+
+    return Later(go)
+
+
+def _policy(call: Call[Any, Any]) -> EgressPolicy:
+    return EgressPolicy(call.settings.allow_networks)
+
+
+def _hold_to_tenant(call: Call[Any, Any], wanted: Any) -> None:
+    """Keep a tenant's endpoints the tenant's.
+
+    Raises:
+        UsageError: it would be for another one, for all, or for none.
+    """
+    if call.tenant is not None and wanted.tenant != call.tenant:
+        raise UsageError(f'tenant: this token is for "{call.tenant}" alone; leave it out')
+
+
+def _action(name: str, summary: str, handler: Any, answer: Any, body: Any = Why) -> Route:
+    return Route(
+        method="POST",
+        path=f"{NAME}/{name}",
+        summary=summary,
+        handler=handler,
+        scope="operate",
+        tenants=For.ENDPOINT,
+        body=body,
+        body_required=False,
+        answers={200: answer},
+    )
+
+
+ROUTES = (
+    Route(
+        method="GET",
+        path="/v1/endpoints",
+        summary="Endpoints by name",
+        handler=_list,
+        scope="read",
+        tenants=For.NARROWED,
+        query=Paging,
+        answers={200: PageOf(EndpointRow)},
+    ),
+    Route(
+        method="POST",
+        path="/v1/endpoints",
+        summary="Add an endpoint; shows its signing secret, this once",
+        handler=_add,
+        scope="operate",
+        tenants=For.NARROWED,
+        body=EndpointBody,
+        answers={201: Added},
+    ),
+    Route(
+        method="GET",
+        path=NAME,
+        summary="An endpoint, its health and its lanes",
+        handler=_show,
+        scope="read",
+        tenants=For.ENDPOINT,
+        answers={200: Detail},
+    ),
+    Route(
+        method="PATCH",
+        path=NAME,
+        summary="Change an endpoint; what is not said stays, what is null is the default again",
+        handler=_update,
+        scope="operate",
+        tenants=For.ENDPOINT,
+        body=EndpointBody,
+        answers={200: Updated},
+    ),
+    Route(
+        method="DELETE",
+        path=NAME,
+        summary="Remove an endpoint; 409 while it is owed something and nobody said what then",
+        handler=_remove,
+        scope="operate",
+        tenants=For.ENDPOINT,
+        query=RemovalQuery,
+        answers={200: Removal, 202: StillOwed},
+    ),
+    _action("pause", "Send nothing until it is resumed", _pause, Change),
+    _action("resume", "Send again, at once if it is failing; blocked lanes go on", _resume, Change),
+    _action("enable", "Let a disabled endpoint receive again, from now on", _enable, Change),
+    _action(
+        "rotate-secret", "A new signing secret, shown this once", _rotate, Rotation, RotationBody
+    ),
+    Route(
+        method="POST",
+        path=f"{NAME}/test",
+        summary="Send one signed test delivery, now and from here",
+        handler=_test,
+        scope="operate",
+        tenants=For.ENDPOINT,
+        timeout_s=TEST_TIMEOUT_S,
+        answers={200: Trial},
+    ),
+)

@@ -1,0 +1,109 @@
+"""What went wrong, as RFC 9457 (Problem Details for HTTP APIs) has it.
+
+    {"type": "urn:outbox:problem:not-found", "title": "not found", "status": 404,
+     "detail": "there is no endpoint \"shop\"; see: outbox endpoint list"}
+
+`type` is for programs and does not change; `detail` is the one line that a command
+would print, and may.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from outbox.errors import CannotRun, Conflict, NotFound, OutboxError, UsageError
+from outbox.store.connect import TROUBLE, in_one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MEDIA_TYPE = "application/problem+json"
+RETRY_AFTER_S = 1
+
+
+class Kind(Enum):
+    """Each with its type, status and title."""
+
+    BAD_REQUEST = ("bad-request", 400, "the request cannot be read")
+    UNAUTHENTICATED = ("unauthenticated", 401, "a good token is needed")
+    SCOPE_MISSING = ("scope-missing", 403, "the token may not do this")
+    NOT_FOR_TENANTS = ("not-for-tenants", 403, "not for a tenant's token")
+    NOT_FOUND = ("not-found", 404, "not found")
+    METHOD_NOT_ALLOWED = ("method-not-allowed", 405, "wrong method")
+    CONFLICT = ("conflict", 409, "what is there stands in the way")
+    TOO_LARGE = ("too-large", 413, "the body is too large")
+    WRONG_CONTENT_TYPE = ("wrong-content-type", 415, "the body is not JSON")
+    WRONG_HOST = ("wrong-host", 421, "this is not the host that was asked for")
+    INVALID = ("invalid", 422, "something in the request is wrong")
+    INTERNAL = ("internal", 500, "an error of ours")
+    UNAVAILABLE = ("unavailable", 503, "the database cannot be used just now")
+
+    def __init__(self, name: str, status: int, title: str) -> None:
+        self.type = f"urn:outbox:problem:{name}"
+        self.status = status
+        self.title = title
+
+
+@dataclass(eq=False)
+class Problem(Exception):
+    """A request that is answered with a problem."""
+
+    kind: Kind
+    detail: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """What is answered."""
+        kind = self.kind
+        return {
+            "type": kind.type,
+            "title": kind.title,
+            "status": kind.status,
+            # Whatever was quoted in it, it stays one line.
+            "detail": " ".join(self.detail.split()),
+        }
+
+
+def of(error: Exception) -> Problem | None:
+    """What to answer for an error; None: nobody expected it."""
+    match error:
+        case Problem():
+            return error
+        case NotFound():
+            return Problem(Kind.NOT_FOUND, str(error))
+        case Conflict():
+            return Problem(Kind.CONFLICT, str(error))
+        case UsageError():
+            return Problem(Kind.INVALID, str(error))
+        case CannotRun():
+            return _unavailable(str(error))
+        case asyncpg.QueryCanceledError():
+            return _unavailable("the database took too long; try again when it has less to do")
+        case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():
+            return _unavailable("somebody else changed the same at that moment; try again")
+        case asyncpg.DataError():
+            # A value that passed our own checks and that no column can hold.
+            return Problem(Kind.INVALID, in_one_line(error))
+        case asyncpg.PostgresError() if error.sqlstate[:2] not in _TRANSIENT:
+            return None
+        case asyncpg.InterfaceError() if "closed" not in str(error):
+            return None
+        case TimeoutError():
+            return _unavailable("no answer in time; try again when there is less to do")
+        case _ if isinstance(error, TROUBLE):
+            return _unavailable(f"the database was lost: {in_one_line(error)}")
+        case OutboxError():
+            return _unavailable(str(error))
+    return None
+
+
+_TRANSIENT = ("08", "25", "53", "55", "57")
+"""Classes of SQLSTATE that tell of the server's state, not of a mistake of ours."""
+
+
+def _unavailable(detail: str) -> Problem:
+    return Problem(Kind.UNAVAILABLE, detail, {"Retry-After": str(RETRY_AFTER_S)})

@@ -1,0 +1,135 @@
+"""/v1/replays: jobs that send again, dead letters or an endpoint's history."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from outbox.admin import tenancy
+from outbox.admin.reading import NoQuery, Paging, When, moment
+from outbox.admin.routing import (
+    Call,
+    For,
+    Model,
+    Page,
+    PageOf,
+    Reply,
+    Route,
+    Shown,
+    id_cursor,
+    paged,
+)
+from outbox.store import backfill, jobs, selection
+from outbox.store.backfill import Backfill
+from outbox.store.jobs import Job, State
+from outbox.views.replays import planned
+
+
+class ReplaysQuery(Paging):
+    state: State | Literal["all"] = "running"
+
+
+class BackfillBody(Model):
+    """Which history is to be sent to an endpoint, in order, at the end of its lanes."""
+
+    endpoint: str
+    since: When
+    """Published then or later."""
+    until: When | None = None
+    """Published before."""
+    type: tuple[str, ...] = ()
+    """Only those of its types that match this, too."""
+    rate: Annotated[float, Field(gt=0)] | None = None
+    """At most so many deliveries a second."""
+    dry_run: bool = False
+    """Only say how many there are."""
+
+
+class Planned(Shown):
+    """What a backfill would make now."""
+
+    dry_run: bool
+    endpoint: str
+    since: datetime
+    until: datetime | None
+    types: tuple[str, ...]
+    deliveries: int
+
+
+async def _list(call: Call[ReplaysQuery, None]) -> Page:
+    query = call.query
+    rows = await jobs.page(
+        call.db,
+        call.schema,
+        states=jobs.STATES if query.state == "all" else (query.state,),
+        tenant=call.tenant,
+        limit=query.limit + 1,
+        after=id_cursor(query.after, 0),
+    )
+    return paged(rows, query.limit, lambda job: job.id)
+
+
+async def _show(call: Call[NoQuery, None]) -> Job:
+    return await jobs.get(call.db, call.schema, tenancy.number(call.path["id"]))
+
+
+async def _ask(call: Call[NoQuery, BackfillBody]) -> Any:
+    body = call.body
+    await tenancy.require_endpoint(call.db, call.tenant, body.endpoint)
+    now = await selection.now(call.db)
+    since = moment(body.since, now)
+    assert since is not None
+    asked = Backfill(body.endpoint, since, moment(body.until, now), tuple(body.type))
+    if body.dry_run:
+        return planned(asked, await backfill.plan(call.db, call.schema, asked))
+    job = await backfill.ask(call.db, call.schema, asked, actor=call.actor, rate_per_s=body.rate)
+    return Reply(await jobs.get(call.db, call.schema, job), 201)
+
+
+async def _abort(call: Call[NoQuery, None]) -> Job:
+    job_id = tenancy.number(call.path["id"])
+    return await jobs.abort(call.db, call.schema, job_id, actor=call.actor)
+
+
+ROUTES = (
+    Route(
+        method="GET",
+        path="/v1/replays",
+        summary="Replay jobs, the oldest first: of dead letters, and of history",
+        handler=_list,
+        scope="read",
+        tenants=For.NARROWED,
+        query=ReplaysQuery,
+        answers={200: PageOf(Job)},
+    ),
+    Route(
+        method="POST",
+        path="/v1/replays",
+        summary="Send an endpoint its history again",
+        handler=_ask,
+        scope="operate",
+        tenants=For.NARROWED,
+        body=BackfillBody,
+        answers={201: Job, 200: Planned},
+    ),
+    Route(
+        method="GET",
+        path="/v1/replays/{id}",
+        summary="How far a replay job is",
+        handler=_show,
+        scope="read",
+        tenants=For.JOB,
+        answers={200: Job},
+    ),
+    Route(
+        method="POST",
+        path="/v1/replays/{id}/abort",
+        summary="Take nothing more of a replay job",
+        handler=_abort,
+        scope="operate",
+        tenants=For.JOB,
+        answers={200: Job},
+    ),
+)

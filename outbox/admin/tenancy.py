@@ -1,0 +1,161 @@
+"""A tenant's token sees and touches what belongs to that tenant, and nothing else.
+
+What is its own:
+
+    an endpoint       that is for this tenant alone
+    a dead letter     of such an endpoint, and of an event of this tenant (or a range,
+                      which has no event of its own)
+    a replay job      all of whose endpoints are its own
+    a schedule, an event      of this tenant
+    a once key        that was claimed with a token of this tenant: they are kept apart
+
+All the rest is as if it did not exist: 404, in the same words whether it is somebody
+else's or nobody's.  The rules are here and in `outbox.store.tenancy`; which of them
+holds for a route stands in its row of the table, and a route that says nothing is not
+for such tokens at all.
+
+An object is looked at before it is changed, by a statement of its own.  Names are
+unique among all tenants, so a name that is taken is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from outbox.admin.problem import Kind, Problem
+from outbox.admin.routing import ID_MAX, For
+from outbox.errors import NotFound, UsageError
+from outbox.store import tenancy
+from outbox.store.selection import Filter, Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from asyncpg import Connection
+
+    from outbox.admin.routing import Caller, Route
+
+NOT_YOURS = "there is nothing of this name or number that belongs to this token's tenant"
+
+
+def let_in(route: Route, caller: Caller) -> None:
+    """Refuse a tenant's token what is not for tenants.
+
+    Raises:
+        Problem: the route is about the system as a whole.
+    """
+    if caller.tenant is not None and route.tenants is For.SYSTEM:
+        raise Problem(
+            Kind.NOT_FOR_TENANTS,
+            f'"{caller.name}" is a token of the tenant "{caller.tenant}"; '
+            "this is about the system as a whole",
+        )
+
+
+async def require_own(
+    connection: Connection[Any], route: Route, tenant: str | None, path: Mapping[str, str]
+) -> None:
+    """Hold what the path names to be the tenant's own, before the handler sees it.
+
+    Raises:
+        NotFound: it is not.
+    """
+    if tenant is None:
+        return
+    match route.tenants:
+        case For.ENDPOINT:
+            await require_endpoint(connection, tenant, path["name"])
+        case For.SCHEDULE:
+            await require_schedule(connection, tenant, path["name"])
+        case For.DEAD_LETTER:
+            await require_dead_letters(connection, tenant, [number(path["id"])])
+        case For.JOB:
+            if not await tenancy.owns_job(connection, tenant, number(path["id"])):
+                raise NotFound(NOT_YOURS)
+
+
+async def require_endpoint(connection: Connection[Any], tenant: str | None, name: str) -> None:
+    """The same for an endpoint that stands somewhere else.
+
+    Raises:
+        NotFound: it is not the tenant's own.
+    """
+    if tenant is not None and not await tenancy.owns_endpoint(connection, tenant, name):
+        raise NotFound(NOT_YOURS)
+
+
+async def require_schedule(connection: Connection[Any], tenant: str | None, name: str) -> None:
+    """The same for a schedule.
+
+    Raises:
+        NotFound: it is not the tenant's own.
+    """
+    if tenant is not None and not await tenancy.owns_schedule(connection, tenant, name):
+        raise NotFound(NOT_YOURS)
+
+
+async def require_dead_letters(
+    connection: Connection[Any], tenant: str | None, ids: Iterable[int]
+) -> None:
+    """The same for dead letters.
+
+    Raises:
+        NotFound: one of them is not the tenant's own.
+    """
+    if tenant is not None and not await tenancy.owns_dead_letters(connection, tenant, set(ids)):
+        raise NotFound(NOT_YOURS)
+
+
+def forced(tenant: str | None, said: str | None) -> str | None:
+    """The tenant that something new is of.
+
+    Raises:
+        UsageError: somebody else's was said.
+    """
+    if tenant is not None and said not in (None, tenant):
+        raise UsageError(f'tenant: this token is for "{tenant}" alone; leave it out')
+    return said if tenant is None else tenant
+
+
+def listed(tenant: str | None, which: Filter) -> Filter:
+    """Dead letters that may be looked at, of those that are meant."""
+    return which if tenant is None else replace(which, owner=tenant)
+
+
+def swept(tenant: str | None, which: Selection) -> Selection:
+    """Dead letters that may be swept; ranges, which have no tenant, are named one by one."""
+    if tenant is None or which.ids:
+        return which
+    own = replace(which.filter, tenant=forced(tenant, which.filter.tenant), owner=tenant)
+    return Selection(filter=own)
+
+
+def once_key(tenant: str | None, key: str) -> str:
+    """A once key as the table has it: what a tenant's token claims is apart from the rest.
+
+    Otherwise it would be told whether somebody else has claimed it.
+    """
+    return key if tenant is None else _once_prefix(tenant) + key
+
+
+def told_once_key(tenant: str | None, key: str) -> str:
+    """And as whoever claimed it knows it."""
+    return key if tenant is None else key.removeprefix(_once_prefix(tenant))
+
+
+def number(text: str) -> int:
+    """The number that stands in a path.
+
+    Raises:
+        NotFound: it is none, so nothing is called so.
+    """
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:20]) <= ID_MAX):
+        raise NotFound(f'"{text[:40]}" is not a number')
+    return int(text)
+
+
+def _once_prefix(tenant: str) -> str:
+    # A quoted tenant has no slash in it, so no two tenants share a key.
+    return quote(tenant, safe="") + "/"

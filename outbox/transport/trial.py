@@ -1,0 +1,120 @@
+"""One delivery to an endpoint, outside of all lanes: does it work?"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import orjson
+
+from outbox.core import duration, retry
+from outbox.core.answer import Verdict, classify, retry_after_s, summary
+from outbox.core.headers import own
+from outbox.core.request import Delivery, prepare
+from outbox.core.statuses import GONE
+from outbox.transport.client import AiohttpTransport
+from outbox.transport.port import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from uuid import UUID
+
+    from outbox.core.answer import Answer
+    from outbox.core.endpoint import EndpointSettings
+    from outbox.transport.egress import EgressPolicy
+
+TYPE = "outbox.test"
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What came of it."""
+
+    settings: EndpointSettings
+    answer: Answer
+    outcome: str
+    """What the relay would make of the answer: delivered, retried, dead_letter or disabled."""
+    meaning: str
+    """The same as a sentence."""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What is kept of the answer."""
+        return summary(self.answer)
+
+    def as_json(self) -> dict[str, Any]:
+        """As programs are told."""
+        url = self.settings.url
+        return {"endpoint": self.settings.name, "url": url, "outcome": self.outcome, **self.summary}
+
+
+async def attempt(
+    policy: EgressPolicy, endpoint_id: UUID, settings: EndpointSettings, keys: Sequence[bytes]
+) -> Trial:
+    """Send one signed delivery of the type `outbox.test`, now and from here.
+
+    Args:
+        keys: to sign with, the newest first.
+    """
+    transport = AiohttpTransport(policy)
+    try:
+        answer = await transport.send(_request(endpoint_id, settings, keys))
+    finally:
+        await transport.aclose()
+    return Trial(settings, answer, *_outcome(answer, settings))
+
+
+def _request(endpoint_id: UUID, wanted: EndpointSettings, keys: Sequence[bytes]) -> Request:
+    """A delivery like any other, but for its lane."""
+    now = time.time()
+    prepared = prepare(
+        Delivery(
+            endpoint_id=endpoint_id,
+            lane=f"{endpoint_id.hex[:12]}-test-{secrets.token_hex(4)}",
+            seq=1,
+            batch=0,
+            # No event has such an id, so no delivery has its X-Delivery.
+            outbox_id=-secrets.randbits(62),
+            event_id=uuid4(),
+            type=TYPE,
+            tenant=None,
+            key=None,
+            published_at=datetime.fromtimestamp(now, UTC),
+            expires_at=None,
+            payload=orjson.dumps({"test": True, "endpoint": wanted.name}),
+            headers=None,
+        ),
+        previous_seq=0,
+        lane_ends=True,
+        endpoint_headers=own(wanted.headers),
+    )
+    return Request(
+        url=wanted.url,
+        headers=prepared.attempt(1, int(now), keys),
+        body=prepared.body,
+        connect_timeout_s=wanted.connect_timeout_s,
+        total_timeout_s=wanted.total_timeout_s,
+        method=wanted.method,
+    )
+
+
+def _outcome(answer: Answer, wanted: EndpointSettings) -> tuple[str, str]:
+    """What the relay would make of it: in a word, and as a sentence."""
+    verdict = classify(answer, maybe_sent_before=False, retryable=wanted.retryable_statuses)
+    if verdict is Verdict.DELIVERED:
+        return "delivered", "delivered"
+    if verdict is Verdict.REFUSED:
+        if answer.status == GONE:
+            return "disabled", "a dead letter, and the endpoint would be disabled"
+        return "dead_letter", "a dead letter at once"
+    lo, hi = (duration.rounded(s) for s in wanted.retry.delay_bounds_s(1))
+    wait = hi if lo == hi else f"{lo} to {hi}"
+    text = f"tried again after {wait} ({retry.describe(wanted.retry)})"
+    held_s: Any = retry_after_s(answer.headers, time.time())
+    if held_s:
+        text += f"; it asks to be left alone for {duration.rounded(held_s)}"
+    return "retried", text

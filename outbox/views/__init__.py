@@ -1,0 +1,1 @@
+"""How things are told to programs: the same objects by `--json` and by the HTTP API."""

@@ -1,0 +1,76 @@
+"""How endpoints are told to programs."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from outbox.core import declaration
+
+if TYPE_CHECKING:
+    from outbox.core.endpoint import EndpointSettings
+    from outbox.store.apply import Outcome, Step
+    from outbox.store.endpoint_changes import NewEndpoint, Updated
+    from outbox.store.endpoints import Detail
+
+_CREDENTIAL = re.compile("auth|cookie|key|pass|secret|session|signature|token", re.IGNORECASE)
+
+
+def detail(found: Detail) -> dict[str, Any]:
+    """Everything about one."""
+    return {
+        "endpoint": found.row,
+        "settings": settings(found.settings),
+        "health": found.health,
+        "secrets": found.secrets,
+        "lanes": found.lanes,
+        "hands": found.hands,
+    }
+
+
+def settings(held: EndpointSettings) -> dict[str, Any]:
+    """Settings by the names of files and flags, without what looks like a credential."""
+    told = {name: declaration.value(held, name) for name in declaration.FIELDS}
+    told["headers"] = {
+        name: "(not shown)" if _CREDENTIAL.search(name) else value
+        for name, value in held.headers.items()
+    }
+    return told
+
+
+def added(made: NewEndpoint) -> dict[str, Any]:
+    """A new one, with its secret."""
+    return {
+        "id": made.id,
+        "name": made.name,
+        "url": made.url,
+        "secret": made.secret,
+        "lanes": made.lanes,
+    }
+
+
+def updated(done: Updated) -> dict[str, Any]:
+    """What was changed: each setting with its old and its new value."""
+    changes = {each.setting: [each.old, each.new] for each in done.differences}
+    return {"id": done.id, "name": done.name, "changed": changes}
+
+
+def applied(outcome: Outcome, *, dry_run: bool) -> dict[str, Any]:
+    """What was made of a file."""
+    return {
+        "dry_run": dry_run,
+        "changes": outcome.changes,
+        "endpoints": [_step(step) for step in outcome.steps],
+        "not_in_the_file": outcome.others,
+    }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    told: dict[str, Any] = {"action": step.action, "name": step.name, "id": step.id}
+    if step.differences:
+        told["changed"] = {each.setting: [each.old, each.new] for each in step.differences}
+    if step.action == "remove":
+        told["owed"] = step.owed
+    if step.secret is not None:
+        told["secret"] = step.secret
+    return told

@@ -1,0 +1,28 @@
+"""The API on a real server, asked by a real client, and held to its document."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.support.api import make_token, serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+
+
+@pytest.fixture
+async def anybody(database: Database) -> AsyncIterator[Api]:
+    """A client without a token."""
+    async with serving(database) as api:
+        yield api
+
+
+@pytest.fixture
+async def api(database: Database, anybody: Api) -> Api:
+    """A client whose token may do everything."""
+    return anybody.with_token(await make_token(database))

@@ -1,0 +1,193 @@
+"""The API on a real server, asked by a real client, and held to its document."""
+
+from __future__ import annotations
+
+import re
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import jsonschema_rs
+import orjson
+
+from outbox.admin import server
+from outbox.admin.openapi import document
+from outbox.admin.routes import ROUTES
+from outbox.core.token import TokenSettings
+from outbox.store import tokens
+from outbox.web.address import Address
+from tests.support.relay import settings_for
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from outbox.core.token import Scope
+    from tests.support.postgres import Database
+
+ALL: tuple[Scope, ...] = ("read", "publish", "operate")
+HERE = Address("127.0.0.1", 0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    headers: Mapping[str, str]
+    raw: bytes
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.raw)
+
+    @property
+    def detail(self) -> str:
+        """Of a problem."""
+        assert self.headers["Content-Type"].startswith("application/problem+json"), self.raw
+        detail: str = self.json["detail"]
+        return detail
+
+
+class Api:
+    """A client with a token, which holds every answer to the document."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, secret: str | None) -> None:
+        self.session = session
+        self.url = url.rstrip("/")
+        self.secret = secret
+
+    def with_token(self, secret: str | None) -> Api:
+        return Api(self.session, self.url, secret)
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        headers: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+        **query: Any,
+    ) -> Answer:
+        sent = dict(headers or {})
+        if self.secret is not None:
+            sent.setdefault("Authorization", f"Bearer {self.secret}")
+        if body is not None:
+            data = orjson.dumps(body)
+        if data is not None:
+            sent.setdefault("Content-Type", "application/json")
+        async with self.session.request(
+            method, self.url + path, params=_flat(query), headers=sent, data=data
+        ) as response:
+            answer = Answer(response.status, response.headers, await response.read())
+        check(method, path, answer)
+        return answer
+
+    async def get(self, path: str, **query: Any) -> Answer:
+        return await self.ask("GET", path, **query)
+
+    async def post(self, path: str, body: Any = None, **rest: Any) -> Answer:
+        return await self.ask("POST", path, body, **rest)
+
+    async def items(self, path: str, **query: Any) -> list[Any]:
+        """Everything that a listing has, page by page."""
+        found: list[Any] = []
+        after: dict[str, str] = {}
+        while True:
+            page = (await self.get(path, **query, **after)).json
+            found += page["items"]
+            if page["next"] is None:
+                return found
+            after = {"after": page["next"]}
+
+
+def _flat(query: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        (name, str(each).lower() if isinstance(each, bool) else str(each))
+        for name, value in query.items()
+        for each in (value if isinstance(value, list | tuple) else [value])
+    ]
+
+
+# ------------------------------------------------------------- the document
+
+
+@lru_cache(1)
+def told() -> dict[str, Any]:
+    """The document, in which nothing may be there that is not told."""
+    closed: dict[str, Any] = _closed(document(ROUTES))
+    return closed
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(each) for name, each in schema.items()}
+    if closed.get("type") == "object" and "properties" in closed:
+        closed["additionalProperties"] = False
+    return closed
+
+
+def check(method: str, path: str, answer: Answer) -> None:
+    """Hold an answer to what the document says of it."""
+    assert answer.headers["Cache-Control"] == "no-store"
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    if answer.status >= 400:
+        assert answer.headers["Content-Type"].startswith("application/problem+json"), answer.raw
+        _validator("Problem")[0].validate(answer.json)
+        return
+    if path == "/openapi.json":
+        return
+    template = _template(path)
+    responses = told()["paths"][template][method.lower()]["responses"]
+    assert str(answer.status) in responses, f"{method} {template} does not tell {answer.status}"
+    _validator(template, method.lower(), str(answer.status))[0].validate(answer.json)
+
+
+@lru_cache(None)
+def _template(path: str) -> str:
+    """The path of the table that this one is of: the one with the fewest holes."""
+    fitting = [
+        route.path for route in ROUTES if re.fullmatch(re.sub(r"{\w+}", "[^/]+", route.path), path)
+    ]
+    return min(fitting, key=lambda each: each.count("{"))
+
+
+@lru_cache(None)
+def _validator(*place: str) -> list[Any]:
+    document = told()
+    if place == ("Problem",):
+        schema = document["components"]["schemas"]["Problem"]
+    else:
+        template, method, status = place
+        response = document["paths"][template][method]["responses"][status]
+        schema = response["content"]["application/json"]["schema"]
+    whole = {**schema, "components": document["components"]}
+    return [jsonschema_rs.Draft202012Validator(whole, validate_formats=True)]
+
+
+# ----------------------------------------------------------------- fixtures
+
+
+async def make_token(
+    database: Database, name: str = "all", scopes: tuple[Scope, ...] = ALL, **options: Any
+) -> str:
+    """A token's secret."""
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        settings = TokenSettings(name=name, scopes=scopes, **options)
+        return (await tokens.add(connection, "relay", settings, actor="test")).secret
+
+
+@asynccontextmanager
+async def serving(database: Database, **settings: Any) -> AsyncIterator[Api]:
+    """A server with this database, and a client without a token."""
+    given = settings_for(database, dsn_source="test", allow_networks=("127.0.0.0/8",), **settings)
+    async with (
+        server.running(given, given.admin or HERE) as at,
+        aiohttp.ClientSession() as session,
+    ):
+        yield Api(session, at.url, None)
