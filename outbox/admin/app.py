@@ -17,9 +17,10 @@ import orjson
 import structlog
 from aiohttp import web
 
-from outbox.admin import openapi, problem, tenancy
+from outbox.admin import openapi, page, problem, tenancy
 from outbox.admin.auth import Authenticator, require
 from outbox.admin.hosts import hold_to_host
+from outbox.admin.live import LiveBook
 from outbox.admin.problem import Kind, Problem
 from outbox.admin.reading import NoQuery, hold_to_text, read_body, read_query, too_large
 from outbox.admin.routes import ROUTES
@@ -55,9 +56,10 @@ def application(
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
     """The API for these settings, as it is served at `address`."""
-    admin = _Admin(settings, database, Authenticator(database, failures, clock))
+    admin = _Admin(settings, database, Authenticator(database, failures, clock), clock)
     app = web.Application(middlewares=[_problems, hold_to_host(address)])
     app.on_response_prepare.append(_add_headers)
+    page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
     for route in ROUTES:
         app.router.add_route(route.method, route.path, admin.handler(route))
@@ -68,11 +70,16 @@ class _Admin:
     """Answers requests by the rows of the table."""
 
     def __init__(
-        self, settings: Settings, database: Database, authenticator: Authenticator
+        self,
+        settings: Settings,
+        database: Database,
+        authenticator: Authenticator,
+        clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._database = database
         self._authenticator = authenticator
+        self._live = LiveBook(clock)
 
     def handler(self, route: Route) -> Handler:
         """What answers the requests for a route."""
@@ -106,7 +113,14 @@ class _Admin:
             async with self._database.connection() as connection:
                 await tenancy.require_own(connection, route, caller.tenant, path)
                 call: Call[Any, Any] = Call(
-                    caller, connection, self._settings, path, request.headers, query, body
+                    caller,
+                    connection,
+                    self._settings,
+                    path,
+                    request.headers,
+                    query,
+                    body,
+                    self._live,
                 )
                 answer = await route.handler(call)
         except Exception as error:
@@ -177,4 +191,5 @@ def _problem(told: Problem) -> web.Response:
 
 
 async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(HEADERS)
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)

@@ -42,6 +42,8 @@ SESSION_SETTINGS = {
     "idle_in_transaction_session_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
     "default_transaction_isolation": "read committed",
     "default_transaction_read_only": "off",
+    # What is asked for differs from question to question, and is mostly left out.
+    "plan_cache_mode": "force_custom_plan",
 }
 
 

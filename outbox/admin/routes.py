@@ -11,6 +11,7 @@ from outbox.admin import (
     erase,
     events,
     journal,
+    live,
     once,
     overview,
     replays,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 ROUTES: tuple[Route, ...] = (
     *overview.ROUTES,
+    *live.ROUTES,
     *endpoints.ROUTES,
     *declaration.ROUTES,
     *events.ROUTES,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.admin.live import LiveBook
     from outbox.config import Settings
     from outbox.core.token import Scope
 
@@ -79,6 +80,7 @@ class Call(Generic[Q, B]):
     headers: Mapping[str, str]
     query: Q
     body: B
+    live: LiveBook
 
     @property
     def schema(self) -> str:

@@ -105,7 +105,7 @@ async def test_one_trace_joins_producer_relay_and_receiver(
                     async with connection.transaction():
                         event_id = await outbox.publish(connection, "order.paid", {"order": 7})
             await all_ended(database)
-            await until(lambda: len(collector.spans) == 7, 10, "all spans to be pushed")
+            await until(lambda: len(collector.spans) == 7, 30, "all spans to be pushed")
             await until(lambda: "outbox.events" in collector.metrics, 10, "metrics")
             assert await relay.end() == 0
         await asyncio.to_thread(provider.shutdown)
@@ -151,7 +151,7 @@ async def test_an_event_without_a_trace_gets_one_for_all_its_endpoints(
         }
         async with relay_process(env, tmp_path / "relay.log"):
             await publish(database, 1)
-            await until(lambda: len(collector.spans) == 6, 10, "all spans to be pushed")
+            await until(lambda: len(collector.spans) == 6, 30, "all spans to be pushed")
     assert len({span.trace_id for span in collector.spans}) == 1
     roots = [span.name for span in collector.spans if not span.parent]
     assert sorted(roots) == ["deliver one", "deliver two"]

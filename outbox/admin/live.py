@@ -1,0 +1,146 @@
+"""/v1/live: what moves, for a page that asks again and again.
+
+Nothing is looked at while nobody asks.  However many ask, the database is asked once in
+`FRESH_S`, and the last minutes are remembered as long as somebody watches now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import AwareDatetime, Field
+
+from outbox.admin.routing import Call, For, Model, Route, Shown
+from outbox.store import live
+from outbox.store.live import EndpointView, Totals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import datetime
+
+    from asyncpg import Connection
+
+FRESH_S = 1.0
+SAMPLES_MAX = 300
+"""Ten minutes of a page that asks every two seconds."""
+FORGET_S = 600.0
+"""A look that is older says nothing of rates."""
+WATCHED_MAX = 50
+"""Tenants whose last minutes are remembered at once."""
+ENDPOINTS, ENDPOINTS_MAX = 30, 200
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """How fast things moved up to a time, per second."""
+
+    at: datetime
+    events: float
+    """Sequenced; 0 for a tenant, of which it is not known."""
+    numbered: float
+    """Deliveries that were made of them."""
+    ended: float
+    """Deliveries that were acknowledged or given up."""
+    owed: int
+
+
+class _Watched:
+    """The last minutes of what one tenant, or everybody, sees."""
+
+    def __init__(self) -> None:
+        self.samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+        self.totals: Totals | None = None
+        self.endpoints: list[EndpointView] = []
+        self.looked_at = float("-inf")
+        self.looking = asyncio.Lock()
+
+
+class LiveBook:
+    """What was seen lately.
+
+    Args:
+        clock: steady seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._watched: OrderedDict[str | None, _Watched] = OrderedDict()
+
+    async def look(self, connection: Connection[Any], schema: str, tenant: str | None) -> _Watched:
+        """What there is to see, looked at now unless that was just done."""
+        watched = self._watched.setdefault(tenant, _Watched())
+        self._watched.move_to_end(tenant)
+        while len(self._watched) > WATCHED_MAX:
+            self._watched.popitem(last=False)
+        async with watched.looking:
+            now = self._clock()
+            if now - watched.looked_at >= FRESH_S:
+                before = watched.totals if now - watched.looked_at < FORGET_S else None
+                since_batch = None if before is None else before.batch
+                totals = await live.totals(
+                    connection, schema, tenant=tenant, since_batch=since_batch
+                )
+                watched.endpoints = await live.endpoints(
+                    connection, schema, tenant=tenant, limit=ENDPOINTS_MAX
+                )
+                if before is None:
+                    watched.samples.clear()
+                elif (sample := _sample(before, totals)) is not None:
+                    watched.samples.append(sample)
+                watched.totals = totals
+                watched.looked_at = now
+        return watched
+
+
+def _sample(before: Totals, now: Totals) -> Sample | None:
+    seconds = (now.at - before.at).total_seconds()
+    if seconds <= 0:
+        return None
+    numbered = now.numbered - before.numbered
+    # What was numbered and is owed no more has ended.
+    ended = numbered - (now.owed - before.owed)
+    events_s, numbered_s, ended_s = (max(n, 0) / seconds for n in (now.events, numbered, ended))
+    return Sample(now.at, events_s, numbered_s, ended_s, now.owed)
+
+
+class LiveQuery(Model):
+    endpoints: int = Field(default=ENDPOINTS, ge=0, le=ENDPOINTS_MAX)
+    """At most so many, those that are owed most first."""
+    since: AwareDatetime | None = None
+    """Leave out samples up to this time: the page has them already."""
+
+
+class Live(Shown):
+    """What moves."""
+
+    totals: Totals
+    samples: list[Sample]
+    """How fast things moved lately, for as long as somebody was watching."""
+    endpoints: list[EndpointView]
+
+
+async def _live(call: Call[LiveQuery, None]) -> dict[str, Any]:
+    watched = await call.live.look(call.db, call.schema, call.tenant)
+    since = call.query.since
+    return {
+        "totals": watched.totals,
+        "samples": [each for each in watched.samples if since is None or each.at > since],
+        "endpoints": watched.endpoints[: call.query.endpoints],
+    }
+
+
+ROUTES = (
+    Route(
+        method="GET",
+        path="/v1/live",
+        summary="What moves, for a page that asks every few seconds",
+        handler=_live,
+        scope="read",
+        tenants=For.NARROWED,
+        query=LiveQuery,
+        answers={200: Live},
+    ),
+)

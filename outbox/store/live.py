@@ -1,0 +1,196 @@
+"""What moves, every few seconds: for whoever watches a page, and so for little.
+
+Unlike `status`, which is exact, this goes by what owners wrote down of their lanes, which
+is at most a second old, and looks closely at what is shown alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.store.connect import map_errors
+from outbox.store.status import COUNT_EVENTS
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+DEAD_LETTERS_MAX = 1000
+"""More are not counted here: they are read one by one."""
+LANES_MAX = 64
+"""Lanes of an endpoint that are shown one by one."""
+
+# Every lane of one tenant's endpoints, or of all ($1 is NULL).
+_LANES = """
+SELECT e.id AS endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.acked_seq,
+       p.floor_batch, p.attempts > 0 AND p.head_seq = p.acked_seq + 1 AS failing
+  FROM endpoint e
+  JOIN lane l ON l.endpoint_id = e.id
+  JOIN lane_counter c ON c.lane_id = l.id
+  JOIN lane_progress p ON p.lane_id = l.id
+ WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)
+"""
+
+# Sums over all of them, which only rise or are what is there now.
+TOTALS = f"""
+WITH lanes AS MATERIALIZED ({_LANES})
+SELECT clock_timestamp() AS at,
+       (SELECT max(batch) FROM batch) AS batch,
+       coalesce(sum(last_seq), 0)::bigint AS numbered,
+       coalesce(sum(greatest(last_seq - acked_seq, 0)), 0)::bigint AS owed,
+       count(*) FILTER (WHERE failing) AS failing_lanes,
+       (SELECT count(*) FROM lane_block b JOIN lanes USING (lane_id)) AS blocked_lanes,
+       count(*) AS lanes
+  FROM lanes
+"""  # noqa: S608 (constants only)
+
+# How the endpoints are, by the word that says most: the operator's, or the breaker's.
+STATES = """
+SELECT CASE e.state WHEN 'active' THEN h.state ELSE e.state END AS state, count(*) AS endpoints
+  FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
+ WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)
+ GROUP BY 1
+"""
+
+DEAD_LETTERS = f"""
+SELECT count(*) FROM (
+    SELECT FROM dead_letter d
+     WHERE d.state = 'dead'
+       AND ($1::text IS NULL OR d.endpoint_id IN (SELECT id FROM endpoint WHERE tenant = $1))
+     LIMIT {DEAD_LETTERS_MAX} + 1) found
+"""  # noqa: S608 (a constant only)
+
+# The endpoints that are owed most, and their lanes; each lane with the time of the
+# event that it owes first.
+ENDPOINTS = f"""
+WITH lanes AS MATERIALIZED ({_LANES}),
+shown AS MATERIALIZED (
+    SELECT l.endpoint_id, sum(greatest(l.last_seq - l.acked_seq, 0))::bigint AS owed,
+           count(*) AS lanes
+      FROM lanes l JOIN endpoint e ON e.id = l.endpoint_id
+     GROUP BY l.endpoint_id, e.name
+     ORDER BY owed DESC, e.name COLLATE "C" LIMIT $2)
+SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until, s.owed, s.lanes,
+       near.owed AS lane_owed, near.failing, near.blocked, near.oldest_s
+  FROM shown s
+  JOIN endpoint e ON e.id = s.endpoint_id
+  JOIN endpoint_health h ON h.endpoint_id = e.id
+ CROSS JOIN LATERAL (
+       SELECT l.generation, l.slot, greatest(l.last_seq - l.acked_seq, 0) AS owed, l.failing,
+              EXISTS (SELECT FROM lane_block b WHERE b.lane_id = l.lane_id) AS blocked,
+              CASE WHEN l.last_seq > l.acked_seq THEN (
+                  SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
+                    FROM delivery d JOIN outbox o ON o.id = d.outbox_id
+                   WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch
+                     AND d.seq > l.acked_seq
+                   ORDER BY d.batch, d.seq LIMIT 1) END AS oldest_s
+         FROM lanes l WHERE l.endpoint_id = s.endpoint_id
+        ORDER BY l.generation DESC, l.slot LIMIT {LANES_MAX}) near
+ ORDER BY s.owed DESC, e.name COLLATE "C", near.generation DESC, near.slot
+"""  # noqa: S608 (constants only)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """A lane."""
+
+    owed: int
+    failing: bool
+    """Its head was tried, and is owed still."""
+    blocked: bool
+    """An operator has to let it go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointView:
+    """An endpoint, and its lanes."""
+
+    name: str
+    state: str
+    """Its operator's word: active, paused, disabling, disabled or removing."""
+    health: str
+    since: datetime
+    """When its health became that."""
+    held_until: datetime | None
+    owed: int
+    oldest_s: float | None
+    """Age of the oldest event that one of its lanes owes first."""
+    lanes_total: int
+    lanes: tuple[LaneView, ...]
+    """The newest of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Sums over everything that is looked at."""
+
+    at: datetime
+    batch: int
+    events: int
+    """Sequenced since an earlier batch; of a tenant that is not known, and 0."""
+    numbered: int
+    """Deliveries made ever."""
+    owed: int
+    lanes: int
+    failing_lanes: int
+    blocked_lanes: int
+    dead_letters: int
+    """At most `DEAD_LETTERS_MAX`, and one more stands for all that are above."""
+    states: dict[str, int]
+    """Endpoints by how they are."""
+
+
+async def totals(
+    connection: Connection[Any], schema: str, *, tenant: str | None, since_batch: int | None
+) -> Totals:
+    """The sums.
+
+    Args:
+        tenant: of this one's endpoints alone.
+        since_batch: count events from here on; None: none of them.
+    """
+    with map_errors(schema):
+        row = await connection.fetchrow(TOTALS, tenant)
+        states = await connection.fetch(STATES, tenant)
+        dead: int = await connection.fetchval(DEAD_LETTERS, tenant)
+        events = 0
+        if since_batch is not None and tenant is None:
+            events = await connection.fetchval(COUNT_EVENTS, since_batch)
+    return Totals(
+        **dict(row),
+        events=events,
+        dead_letters=dead,
+        states={each["state"]: each["endpoints"] for each in states},
+    )
+
+
+async def endpoints(
+    connection: Connection[Any], schema: str, *, tenant: str | None, limit: int
+) -> list[EndpointView]:
+    """The endpoints that are owed most, each with its lanes."""
+    with map_errors(schema):
+        rows = await connection.fetch(ENDPOINTS, tenant, limit)
+    lanes: defaultdict[UUID, list[LaneView]] = defaultdict(list)
+    ages: defaultdict[UUID, list[float]] = defaultdict(list)
+    for row in rows:
+        lanes[row["id"]].append(LaneView(row["lane_owed"], row["failing"], row["blocked"]))
+        if row["oldest_s"] is not None:
+            ages[row["id"]].append(row["oldest_s"])
+    return [
+        EndpointView(
+            row["name"],
+            row["state"],
+            row["health"],
+            row["since"],
+            row["held_until"],
+            row["owed"],
+            max(ages[row["id"]], default=None),
+            row["lanes"],
+            tuple(lanes[row["id"]]),
+        )
+        for row in {row["id"]: row for row in rows}.values()
+    ]
