@@ -22,6 +22,7 @@ from structlog.testing import capture_logs
 
 from outbox.embedded import available
 from outbox.errors import CannotRun
+from tests.support.chromium import chromium
 from tests.support.majors import VERSIONS, provide
 from tests.support.pgbouncer import program
 from tests.support.postgres import Database, Server
@@ -84,6 +85,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
     config.addinivalue_line("markers", "pgbouncer: left out where PgBouncer is not installed")
+    config.addinivalue_line("markers", "browser: left out where there is no chromium")
     config.addinivalue_line("markers", "mounts: left out where no file system can be mounted")
     config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
     asked: int | None = config.getoption("--seed")
@@ -111,13 +113,21 @@ def pytest_report_header(config: pytest.Config) -> str:
     except CannotRun as error:
         versions = str(error)
     proxy = program() or "not there, its tests are left out (apt-get install pgbouncer)"
+    browser = chromium() or "not there, its tests are left out (apt-get install chromium)"
     disk = "mounted" if may_mount() else "none can be mounted here, its tests are left out"
     seed = config.stash[_seed_key]
-    return f"PostgreSQL: {versions}; PgBouncer: {proxy}; full disk: {disk}; seed: {seed}"
+    return (
+        f"PostgreSQL: {versions}; PgBouncer: {proxy}; browser: {browser}; "
+        f"full disk: {disk}; seed: {seed}"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    there = {"pgbouncer": program() is not None, "mounts": may_mount()}
+    there = {
+        "pgbouncer": program() is not None,
+        "browser": chromium() is not None,
+        "mounts": may_mount(),
+    }
     missing = [marker for marker, is_there in there.items() if not is_there]
     left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
     items[:] = [item for item in items if item not in left_out]
