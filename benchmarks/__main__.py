@@ -18,6 +18,7 @@ from benchmarks import (
     horizon,
     latency,
     memory,
+    pages,
     replays,
     replicas,
     watched,
@@ -43,6 +44,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "replicas": replicas.measure,
     "failover": failover.measure,
     "commands": commands.measure,
+    "pages": pages.measure,
     "horizon": horizon.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1

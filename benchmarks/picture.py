@@ -54,6 +54,7 @@ AXES = {
     "replays": "times the latency without a replay; less is better",
     "replicas": "times a single replica's CPU, or its renewals; less is better",
     "commands": "times what the same command takes where there is hardly anything",
+    "pages": "times what the same view takes where there is hardly anything",
     "horizon": "times the same without a pinned horizon; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }

@@ -69,6 +69,12 @@ TITLES = {
         "and a hundred thousand dead letters, beside the same command where there is hardly "
         "anything.",
     ),
+    "pages": (
+        "The page",
+        "Milliseconds from the navigation until a view shows what it is for, in chromium, on a "
+        "million events, ten thousand endpoints and a hundred thousand dead letters, beside a "
+        "database with hardly anything.",
+    ),
     "horizon": (
         "A pinned horizon",
         "500 events a second through one relay, when another session's transaction has been open "

@@ -1,0 +1,105 @@
+"""How soon each view of the page is seen, on a database with a past beside a small one.
+
+A real browser, from the navigation to the moment at which the view shows what it is for.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
+
+from benchmarks import history
+from benchmarks.commands import EVENT
+from benchmarks.figures import Rounds, Row, Target
+from benchmarks.history import LARGE, QUICK, SMALL
+from benchmarks.stage import search
+from outbox.errors import CannotRun
+from outbox.store.partitions import PartitionStore
+from tests.support.api import make_token, serving
+from tests.support.chromium import browsing, chromium
+
+if TYPE_CHECKING:
+    from playwright.async_api import Browser
+
+    from benchmarks.history import Past
+    from benchmarks.stage import Stage
+    from tests.support.postgres import Database
+
+TARGET = Target("at most", 3.0)
+TIMEOUT_MS = 60_000
+
+# A view, its address, and what shows that it is there.
+VIEWS = {
+    "overview": ("overview", ".lanelist li"),
+    "endpoints": ("endpoints", "tbody tr"),
+    "an endpoint": ("endpoint/e7", ".facts"),
+    "dead letters": ("dead", "tbody tr"),
+    "dead letters of an endpoint": ("dead?endpoint=e0", "tbody tr"),
+    "a dead letter": ("letter/3", ".facts"),
+    "events": ("events", "tbody tr"),
+    "events of a type": ("events?type=t7.made", "tbody tr"),
+    "events of a key": (f"events?key=k{EVENT // 2}", "tbody tr"),
+    "the life of an event": (f"trace/{EVENT:032x}", "article .life"),
+    "schedules": ("schedules", "p.hint"),
+    "replicas": ("replicas", "p.hint"),
+}
+
+
+async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
+    """Each view on both databases, in turns."""
+    return await run(stage, rounds, QUICK if quick else LARGE)
+
+
+async def run(stage: Stage, rounds: int, past: Past) -> list[Row]:
+    """The same with another past.
+
+    Raises:
+        CannotRun: there is no browser.
+    """
+    if chromium() is None:
+        raise CannotRun("the page is looked at with chromium: apt-get install chromium")
+    ours, beside = Rounds(), Rounds()
+    async with AsyncExitStack() as stack:
+        large = await stack.enter_async_context(stage.server.database())
+        small = await stack.enter_async_context(stage.server.database())
+        browser = await stack.enter_async_context(browsing())
+        pages = []
+        for database, what, samples in ((small, SMALL, beside), (large, past, ours)):
+            stage.say(f"pages: writing {what.events:,} events of {what.endpoints:,} endpoints")
+            await _fill(stage, database, what)
+            api = await stack.enter_async_context(serving(database))
+            pages.append((api.url, await make_token(database), samples))
+        for number in range(rounds + 1):
+            for name, (address, shown) in VIEWS.items():
+                for url, token, samples in pages:
+                    took_ms = await _look(browser, f"{url}/#/{address}", token, shown)
+                    # The first round opens connections and fills caches, on both.
+                    if number:
+                        samples.add(name, took_ms)
+            stage.say(f"pages, round {number} of {rounds}")
+    few = f"{SMALL.events} events, {SMALL.endpoints} endpoints"
+    return [
+        Row("pages", name, "ms", ours.of(name), few, beside.of(name), target=TARGET)
+        for name in VIEWS
+    ]
+
+
+async def _fill(stage: Stage, database: Database, past: Past) -> None:
+    async with search(database) as connection:
+        await history.write(connection, stage.urls["http"], past)
+        await PartitionStore(connection).summarize()
+
+
+async def _look(browser: Browser, url: str, token: str, shown: str) -> float:
+    """Milliseconds from the navigation until the view is there, in a tab of its own."""
+    context = await browser.new_context()
+    try:
+        await context.add_init_script(f"sessionStorage.setItem('outbox-token', '{token}')")
+        page = await context.new_page()
+        await page.goto(url, wait_until="commit")
+        seen = await page.wait_for_function(
+            f"() => document.querySelector({shown!r}) && performance.now()", timeout=TIMEOUT_MS
+        )
+        return float(await seen.json_value())
+    finally:
+        await context.close()
