@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.store.connect import map_errors
+from outbox.store.lookup import PLAN_BY_ID
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,10 +69,12 @@ async def page(
         endpoint_ids: only to these.
     """
     with map_errors(schema):
-        if endpoint_ids is None:
-            rows = await connection.fetch(LIST_ALL, before, limit)
-        else:
-            rows = await connection.fetch(LIST_OF_ENDPOINTS, before, limit, endpoint_ids)
+        async with connection.transaction(isolation="read_committed", readonly=True):
+            await connection.execute(PLAN_BY_ID)
+            if endpoint_ids is None:
+                rows = await connection.fetch(LIST_ALL, before, limit)
+            else:
+                rows = await connection.fetch(LIST_OF_ENDPOINTS, before, limit, endpoint_ids)
     return [
         JournalRow(
             **{name: row[name] for name in JournalRow.__slots__ if name != "data"},
