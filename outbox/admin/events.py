@@ -220,7 +220,7 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
         await trace.read(call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload)
         for outbox_id in found.outbox_ids
     ]
-    return traced(found, told)
+    return traced(found, [tenancy.told_story(call.tenant, each) for each in told])
 
 
 async def _find(call: Call[TraceQuery, None], text: str) -> lookup.Found:

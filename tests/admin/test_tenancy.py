@@ -5,6 +5,8 @@ A route that is not in the walk makes it fail, so that none can be forgotten.
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +25,7 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -253,6 +256,8 @@ async def test_no_route_shows_or_touches_what_is_not_the_tenants(world: World) -
             assert answer.status < 500, where
             told = answer.raw.decode().replace("globex-nightly", "")
             assert "globex" not in told or answer.status == 422, where
+            # The relays that were at work are not the tenant's, either.
+            assert f"{socket.gethostname()}:{os.getpid()}" not in told, where
             if answer.status == 404:
                 assert answer.detail == NOT_YOURS, where
             assert await world.theirs() == before, where
@@ -298,6 +303,7 @@ async def test_what_is_the_tenants_own_is_shown(world: World) -> None:
     assert (await acme.post("/v1/schedules/acme-nightly/run-now")).status == 201
     kinds = {row["kind"] for row in await acme.items("/v1/journal")}
     assert "endpoint_added" in kinds
+    assert "endpoint_claimed" not in kinds
     assert (await acme.get("/v1/me")).json["tenant"] == "acme"
 
 
@@ -357,3 +363,19 @@ async def test_letters_of_a_former_tenant_stay_that_tenants(
     swept = await world.acme.post("/v1/dead-letters/discard", {"all": True})
     assert swept.json["discarded"] == 1
     assert await fetchval(database, "SELECT state FROM dead_letter WHERE id = $1", number) == "dead"
+
+
+async def test_of_what_waits_the_relays_are_not_named(world: World) -> None:
+    """A paused endpoint of a living relay: its standing tells that there is one, no more."""
+    await world.acme.post("/v1/endpoints/acme-shop/pause")
+    async with running(world.database, Network(lambda _: OK)):
+        made = (await world.acme.post("/v1/events", {"type": "a.b", "key": "waits"})).json["id"]
+
+        async def standing() -> Any:
+            (story,) = (await world.acme.get("/v1/trace/waits")).json["events"]
+            return story["deliveries"] and story["deliveries"][0]["standing"]
+
+        told = await until(standing, 20, "the delivery")
+        assert (told["state"], told["relay"]) == ("paused", "(not shown)")
+        known = (await world.everything.get(f"/v1/trace/{made}", endpoint="acme-shop")).json
+        assert str(os.getpid()) in known["events"][0]["deliveries"][0]["standing"]["relay"]

@@ -74,8 +74,8 @@ async def test_what_is_asked_for_each_request_is_a_look_into_an_index(
         (tenancy.OWNS_JOB, ("tenant-1", 1), 5),
         (once.FIND_EVENTS, (["k1", "k2"],), 4),
         (journal.LIST_ALL, (journal.ID_MAX, 101), 101 + 2200),
-        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, [e1]), 2200),
-        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, own), 2000 + 20 * 101),
+        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, [e1], True), 2200),
+        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, own, False), 2000 + 20 * 101),
     ]
     for sql, arguments, rows_max in cases:
         for generic in (False, True):
