@@ -110,7 +110,7 @@ class _Admin:
         path = dict(request.match_info)
         hold_to_text(path)
         query = read_query(request.query, route.query or NoQuery)
-        hold_to_text(request.query_string and list(request.query.values()))
+        hold_to_text(list(request.query.values()))
         body = None
         if route.body is not None:
             body = await read_body(request, route.body, required=route.body_required)

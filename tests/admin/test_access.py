@@ -18,6 +18,7 @@ from outbox.store import dsn, status, tokens
 from outbox.web.address import Address
 from outbox.web.serving import serving as listening
 from tests.support.api import ALL, Api, make_token, serving
+from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.relay import fetchval, settings_for
 from tests.support.waiting import until
 
@@ -379,3 +380,39 @@ async def test_a_taken_address_is_told_before_anything_begins(database: Database
         with pytest.raises(CannotRun, match="choose another"):
             async with serving(database, admin=f"127.0.0.1:{port}"):
                 pass
+
+
+async def test_what_is_done_stays_done_when_its_connection_cannot_be_reset(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    assert (await api.get("/v1/me")).status == 200
+    monkeypatch.setattr("asyncpg.connection.Connection.reset", lost)
+    answer = await api.post("/v1/events", {"type": "a.b"})
+    assert answer.status == 201
+    assert await fetchval(database, "SELECT count(*) FROM outbox") == 1
+    monkeypatch.undo()
+    assert (await api.post("/v1/events", {"type": "a.b"})).status == 201
+
+
+@pytest.mark.pgbouncer
+async def test_behind_a_proxy_that_pools_transactions_it_works_as_well(
+    database: Database,
+) -> None:
+    await find_the_schema(database)
+    secret = await make_token(database)
+    async with (
+        pgbouncer(database, pool_size=2) as proxy,
+        serving(database, dsn=proxy.dsn(), pooled=True) as anybody,
+    ):
+        api = anybody.with_token(secret)
+        body = {"type": "a.b", "once": "k"}
+        answers = await asyncio.gather(*(api.post("/v1/events", body) for _ in range(10)))
+        assert sorted(answer.status for answer in answers) == [200] * 9 + [201]
+        for path in ("/v1/status", "/v1/events", "/v1/trace/k", "/v1/dead-letters/counts"):
+            assert (await api.get(path)).status == 200, path
+        body = {"name": "shop", "url": "http://127.0.0.1:9/"}
+        assert (await api.post("/v1/endpoints", body)).status == 201
+        assert (await api.get("/v1/endpoints/shop")).status == 200
