@@ -137,7 +137,10 @@ async def test_that_a_token_is_used_is_written_once_a_minute(
     assert await fetchval(database, used) >= first
 
 
-async def test_guessing_is_one_row_of_the_journal(database: Database) -> None:
+async def test_guessing_is_one_row_of_the_journal(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "LAST_WRITE_S", 30.0)
     rows = "SELECT data FROM journal WHERE kind = 'logins_failed' ORDER BY id"
     async with serving(database) as api:
         await api.get("/v1/me")
@@ -168,6 +171,22 @@ async def test_failed_logins_name_a_few_addresses_and_count_the_rest(database: D
         writing.cancel()
         await asyncio.wait([writing])
     assert int(others) == 100 - failures.ADDRESSES_MAX
+
+
+async def test_what_somebody_else_holds_is_told(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def held(connection: Any, _: str) -> None:
+        async with connection.transaction():
+            await connection.execute("SET LOCAL lock_timeout = 1")
+            await connection.execute("LOCK TABLE once IN ACCESS EXCLUSIVE MODE")
+
+    monkeypatch.setattr(status, "replicas", held)
+    async with database.connection() as db, db.transaction():
+        await db.execute("LOCK TABLE relay.once IN ACCESS SHARE MODE")
+        answer = await api.get("/v1/replicas")
+    assert answer.status == 503
+    assert "somebody else holds" in answer.detail
 
 
 # ---------------------------------------------------------------- requests
