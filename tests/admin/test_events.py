@@ -141,7 +141,9 @@ async def test_a_key_for_many_or_twice_is_refused(api: Api) -> None:
     headers = {"Idempotency-Key": "k"}
     many = await api.post("/v1/events", {"events": [{"type": "a.b"}]}, headers=headers)
     twice = await api.post("/v1/events", {"type": "a.b", "once": "k"}, headers=headers)
-    assert (many.status, twice.status) == (422, 422)
+    empty = await api.post("/v1/events", {"type": "a.b"}, headers={"Idempotency-Key": ""})
+    assert (many.status, twice.status, empty.status) == (422, 422, 422)
+    assert empty.detail == "once: 0 bytes, must be 1 to 512"
 
 
 async def test_an_event_for_later_waits(database: Database, api: Api) -> None:
