@@ -89,6 +89,8 @@ class Api:
         ) as response:
             answer = Answer(response.status, response.headers, await response.read())
         check(method, path, answer)
+        if answer.status == 200 and "items" in answer.json:
+            assert len(answer.json["items"]) <= int(query.get("limit", 100))
         return answer
 
     async def get(self, path: str, **query: Any) -> Answer:
