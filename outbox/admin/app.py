@@ -22,7 +22,14 @@ from outbox.admin.auth import Authenticator, require
 from outbox.admin.hosts import hold_to_host
 from outbox.admin.live import LiveBook
 from outbox.admin.problem import Kind, Problem
-from outbox.admin.reading import NoQuery, hold_to_text, read_body, read_query, too_large
+from outbox.admin.reading import (
+    BODY_BYTES_MAX,
+    NoQuery,
+    hold_to_text,
+    read_body,
+    read_query,
+    too_large,
+)
 from outbox.admin.routes import ROUTES
 from outbox.admin.routing import Call, Later, Page, Reply
 
@@ -57,12 +64,17 @@ def application(
 ) -> web.Application:
     """The API for these settings, as it is served at `address`."""
     admin = _Admin(settings, database, Authenticator(database, failures, clock), clock)
-    app = web.Application(middlewares=[_problems, hold_to_host(address)])
+    app = web.Application(
+        middlewares=[_problems, hold_to_host(address)], client_max_size=BODY_BYTES_MAX
+    )
     app.on_response_prepare.append(_add_headers)
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
     for route in ROUTES:
-        app.router.add_route(route.method, route.path, admin.handler(route))
+        if route.method == "GET":
+            app.router.add_get(route.path, admin.handler(route))  # And HEAD.
+        else:
+            app.router.add_route(route.method, route.path, admin.handler(route))
     return app
 
 
@@ -105,7 +117,7 @@ class _Admin:
         path = dict(request.match_info)
         hold_to_text(path)
         query = read_query(request.query, route.query or NoQuery)
-        hold_to_text(request.query_string and list(request.query.values()))
+        hold_to_text(list(request.query.values()))
         body = None
         if route.body is not None:
             body = await read_body(request, route.body, required=route.body_required)

@@ -7,13 +7,13 @@ When the database is away, requests are told so, and the next one tries again.
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
 
 from outbox.errors import DatabaseUnavailable
-from outbox.store.connect import connect
+from outbox.store.connect import TROUBLE, connect
 from outbox.store.migrate import require_current
 from outbox.store.pooled import PooledWorker
 
@@ -34,7 +34,9 @@ LOCK_TIMEOUT_S = 10.0
 """For a row that somebody else changes; the cursor's is held for milliseconds."""
 WAIT_S = 10.0
 """For a connection to be free, or to be opened."""
+RELEASE_S = 5.0
 CLOSE_S = 1.0
+"""For all connections, when the server ends."""
 
 SESSION_SETTINGS = {
     "statement_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
@@ -100,7 +102,10 @@ class Database:
         try:
             yield cast("Connection[Any]", connection)
         finally:
-            await self._pool.release(connection, timeout=CLOSE_S)
+            # What was asked is done, or has failed, by now: that the connection cannot be
+            # reset any more, and is ended, is no other answer to it.
+            with suppress(*TROUBLE):
+                await self._pool.release(connection, timeout=RELEASE_S)
 
     async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
         pooled = self._settings.pooled

@@ -59,11 +59,15 @@ class Selected(Chosen):
 
 
 class ReplayBody(Selected):
+    """Which dead letters are to be sent again."""
+
     rate: Annotated[float, Field(gt=0)] | None = None
     """At most so many deliveries a second."""
 
 
 class DiscardBody(Selected):
+    """Which dead letters are to be set aside."""
+
     why: str | None = None
     """Kept in the journal, beside who did it."""
 

@@ -87,6 +87,8 @@ class Why(Model):
 
 
 class RotationBody(Model):
+    """What becomes of the secret that there is."""
+
     overlap: Seconds = Field(default=OVERLAP_S, ge=0)
     """The old secret signs beside the new one for so long; 0: no longer."""
 

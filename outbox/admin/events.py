@@ -107,7 +107,7 @@ async def _publish(call: Call[Any, NewEvents]) -> Reply:
     if key is not None and body.once is not None:
         raise UsageError(f"say {IDEMPOTENCY_KEY} or once, not both")
     given = [body] if body.events is None else body.events
-    wanted = [_event(call, each, key or each.once) for each in given]
+    wanted = [_event(call, each, each.once if key is None else key) for each in given]
     try:
         async with call.db.transaction(isolation="read_committed"):
             ids = await publish_many(call.db, wanted, schema=call.schema)
@@ -220,7 +220,7 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
         await trace.read(call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload)
         for outbox_id in found.outbox_ids
     ]
-    return traced(found, told)
+    return traced(found, [tenancy.told_story(call.tenant, each) for each in told])
 
 
 async def _find(call: Call[TraceQuery, None], text: str) -> lookup.Found:

@@ -20,6 +20,7 @@ async def _list(call: Call[JournalQuery, None]) -> Page:
         call.db,
         call.schema,
         endpoint_ids=await endpoint_ids(call.db, query.endpoint, call.tenant),
+        hands=call.tenant is None,
         limit=query.limit + 1,
         before=id_cursor(query.after, ID_MAX),
     )

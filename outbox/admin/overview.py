@@ -78,6 +78,8 @@ class Examined(Shown):
 
 
 class Check(Shown):
+    """A promise, and the exceptions to it."""
+
     name: str
     promise: str
     violations: int

@@ -85,6 +85,8 @@ def of(error: Exception) -> Problem | None:
             return _unavailable("the database took too long; try again when it has less to do")
         case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():
             return _unavailable("somebody else changed the same at that moment; try again")
+        case asyncpg.LockNotAvailableError():
+            return _unavailable("somebody else holds what this needs; try again")
         case asyncpg.DataError():
             # A value that passed our own checks and that no column can hold.
             return Problem(Kind.INVALID, in_one_line(error))

@@ -78,6 +78,8 @@ class Run(Shown):
 
 
 class Removed(Shown):
+    """The name of the schedule that is gone."""
+
     removed: str
 
 

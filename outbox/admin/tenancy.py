@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.admin.routing import Caller, Route
+    from outbox.core.story import Story
 
+NOT_SHOWN = "(not shown)"
 NOT_YOURS = "there is nothing of this name or number that belongs to this token's tenant"
 
 
@@ -143,6 +145,22 @@ def once_key(tenant: str | None, key: str) -> str:
 def told_once_key(tenant: str | None, key: str) -> str:
     """And as whoever claimed it knows it."""
     return key if tenant is None else key.removeprefix(_once_prefix(tenant))
+
+
+def told_story(tenant: str | None, story: Story) -> Story:
+    """A story without the names of relays, which are the system's."""
+    if tenant is None:
+        return story
+    sequencing = story.sequencing
+    if sequencing is not None and sequencing.leader is not None:
+        sequencing = replace(sequencing, leader=NOT_SHOWN)
+    deliveries = tuple(
+        each
+        if each.standing is None or each.standing.relay is None
+        else replace(each, standing=replace(each.standing, relay=NOT_SHOWN))
+        for each in story.deliveries
+    )
+    return replace(story, sequencing=sequencing, deliveries=deliveries)
 
 
 def number(text: str) -> int:

@@ -30,6 +30,8 @@ class TokenBody(Model):
 
 
 class Revoked(Shown):
+    """The name of the token that has ended."""
+
     revoked: str
 
 

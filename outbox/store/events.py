@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core import pattern
 from outbox.store.connect import map_errors
-from outbox.store.lookup import PLAN_BY_INDEX
+from outbox.store.lookup import PLAN_BY_ID, PLAN_BY_INDEX
 from outbox.store.selection import require_order
 from outbox.store.subscribed import TYPE_MATCHES
 
@@ -130,12 +130,13 @@ async def find(
     given = (list(wanted.types) or None, wanted.tenant, wanted.since, wanted.until)
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
-            await connection.execute(PLAN_BY_INDEX)
             if wanted.key is not None:
+                await connection.execute(PLAN_BY_INDEX)
                 rows = await connection.fetch(FIND_BY_KEY, below, limit + 1, *given, wanted.key)
                 found = [_event(row) for row in rows[:limit]]
                 after = found[-1].outbox_id if len(rows) > limit else None
                 return Found(found, after, None, None)
+            await connection.execute(PLAN_BY_ID)
             rows = await connection.fetch(FIND, below, limit + 1, *given, looked_at_max)
     found = [_event(row) for row in rows[:limit] if row["id"] is not None]
     looked = rows[0]

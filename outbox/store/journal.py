@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.store.connect import map_errors
+from outbox.store.lookup import PLAN_BY_ID
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,9 @@ LIST_OF_ENDPOINTS = f"""
   JOIN endpoint e ON e.id = wanted.id
  CROSS JOIN LATERAL (
        SELECT * FROM journal
-        WHERE endpoint_id = wanted.id AND id < $1 ORDER BY id DESC LIMIT $2) j
+        WHERE endpoint_id = wanted.id AND id < $1
+          AND ($4 OR kind NOT IN ('endpoint_claimed', 'endpoint_freed'))
+        ORDER BY id DESC LIMIT $2) j
  ORDER BY j.id DESC LIMIT $2
 """  # noqa: S608 (constants only)
 
@@ -59,19 +62,23 @@ async def page(
     schema: str,
     *,
     endpoint_ids: Sequence[UUID] | None = None,
+    hands: bool = True,
     limit: int = 100,
     before: int = ID_MAX,
 ) -> list[JournalRow]:
     """What happened, the newest first, at most `limit` rows with ids below `before`.
 
     Args:
-        endpoint_ids: only to these.
+        endpoint_ids: only to these;
+        hands: and which relays they went through.
     """
     with map_errors(schema):
-        if endpoint_ids is None:
-            rows = await connection.fetch(LIST_ALL, before, limit)
-        else:
-            rows = await connection.fetch(LIST_OF_ENDPOINTS, before, limit, endpoint_ids)
+        async with connection.transaction(isolation="read_committed", readonly=True):
+            await connection.execute(PLAN_BY_ID)
+            if endpoint_ids is None:
+                rows = await connection.fetch(LIST_ALL, before, limit)
+            else:
+                rows = await connection.fetch(LIST_OF_ENDPOINTS, before, limit, endpoint_ids, hands)
     return [
         JournalRow(
             **{name: row[name] for name in JournalRow.__slots__ if name != "data"},

@@ -24,6 +24,9 @@ PLAN_BY_INDEX = """
 SET LOCAL enable_seqscan = off; SET LOCAL max_parallel_workers_per_gather = 0; SET LOCAL jit = off
 """
 
+# Down a key that is ordered, and not through all of it to sort what was found.
+PLAN_BY_ID = f"{PLAN_BY_INDEX.strip()}; SET LOCAL enable_bitmapscan = off"
+
 FIND_BY_EVENT_ID = """
 SELECT id FROM outbox WHERE event_id = $1
  UNION

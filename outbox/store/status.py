@@ -36,7 +36,7 @@ SELECT (SELECT count(*) FROM gap) + (
 
 REPLICAS = """
 SELECT r.id, r.name, r.version, r.started_at, r.expires_at > clock_timestamp() AS alive,
-       r.id = (SELECT writer FROM cursor) AS leads,
+       r.id IS NOT DISTINCT FROM (SELECT writer FROM cursor) AS leads,
        (SELECT count(*) FROM ownership o WHERE o.replica_id = r.id) AS endpoints
   FROM replica r ORDER BY r.id
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import jsonschema_rs
 import orjson
+from yarl import URL
 
 from outbox.admin import server
 from outbox.admin.openapi import document
@@ -79,10 +81,16 @@ class Api:
         if data is not None:
             sent.setdefault("Content-Type", "application/json")
         async with self.session.request(
-            method, self.url + path, params=_flat(query), headers=sent, data=data
+            method,
+            URL(self.url + path, encoded=True).update_query(_flat(query)),
+            headers=sent,
+            # aiohttp warns of bytes when they are many.
+            data=None if data is None else io.BytesIO(data),
         ) as response:
             answer = Answer(response.status, response.headers, await response.read())
         check(method, path, answer)
+        if answer.status == 200 and "items" in answer.json:
+            assert len(answer.json["items"]) <= int(query.get("limit", 100))
         return answer
 
     async def get(self, path: str, **query: Any) -> Answer:

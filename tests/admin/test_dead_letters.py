@@ -1,0 +1,201 @@
+"""Dead letters and replays through the API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
+
+if TYPE_CHECKING:
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+pytestmark = pytest.mark.one_major
+
+
+async def given_up(database: Database, count: int, **columns: Any) -> None:
+    """So many dead letters at two endpoints each, numbered from 1 in turn."""
+    await add_endpoint(database, "shop")
+    await add_endpoint(database, "audit", types=["a.*"])
+    async with running(database, Network(lambda _: REFUSED)):
+        await publish(database, *range(count), **columns)
+        await all_ended(database)
+
+
+async def test_a_listing_is_filtered_and_paged(database: Database, api: Api) -> None:
+    await given_up(database, 6, type="a.b", key="k")
+    assert len(await api.items("/v1/dead-letters", limit=5)) == 12
+    ids = [row["id"] for row in await api.items("/v1/dead-letters", limit=5)]
+    assert ids == sorted(set(ids))
+    for query, expected in (
+        ({"endpoint": "shop"}, 6),
+        ({"endpoint": "shop", "type": "a.*"}, 6),
+        ({"type": "x.*"}, 0),
+        ({"reason": "refused", "since": "1h"}, 12),
+        ({"reason": "exhausted"}, 0),
+        ({"until": "1h"}, 0),
+        ({"tenant": "acme"}, 0),
+        ({"state": "discarded"}, 0),
+        ({"state": "all"}, 12),
+    ):
+        assert len(await api.items("/v1/dead-letters", **query)) == expected, query
+    assert (await api.get("/v1/dead-letters", endpoint="nobody")).status == 404
+    assert (await api.get("/v1/dead-letters", reason="bored")).status == 422
+
+
+async def test_counts_and_one_of_them(database: Database, api: Api) -> None:
+    await given_up(database, 2)
+    counts = (await api.get("/v1/dead-letters/counts")).json
+    assert counts["total"]["dead"] == 4
+    assert {(c["endpoint"], c["letters"]) for c in counts["counts"]} == {("shop", 2), ("audit", 2)}
+    assert (await api.get("/v1/dead-letters/counts", endpoint="shop")).json["total"]["dead"] == 2
+    (first, *_) = await api.items("/v1/dead-letters", endpoint="shop")
+    letter = (await api.get(f"/v1/dead-letters/{first['id']}")).json
+    assert letter == {**letter, **first}
+    assert (letter["payload"], letter["last_answer"]["body"]) == (0, "no")
+    for text in ("999", "0", "x", "-1", "9" * 30):
+        assert (await api.get(f"/v1/dead-letters/{text}")).status == 404, text
+
+
+async def test_some_are_sent_again_by_number(database: Database, api: Api) -> None:
+    await given_up(database, 2)
+    ids = [row["id"] for row in await api.items("/v1/dead-letters", endpoint="shop")]
+    dry = await api.post("/v1/dead-letters/replay", {"ids": ids, "dry_run": True})
+    assert dry.json == {
+        "dry_run": True,
+        "replaying": 2,
+        "skipped": {},
+        "by_endpoint": {"shop": 2},
+    }
+    assert await fetchval(database, "SELECT count(*) FROM replay_job") == 0
+    done = await api.post("/v1/dead-letters/replay", {"ids": ids})
+    assert (done.json["replaying"], done.json["job"]) == (2, 1)
+    assert await fetchval(database, "SELECT asked_by FROM replay_job") == "token all"
+    again = await api.post("/v1/dead-letters/replay", {"ids": ids})
+    assert (again.status, "being sent again already" in again.detail) == (409, True)
+    network = Network(lambda _: OK)
+    async with running(database, network):
+        await all_ended(database)
+    assert network.data() == [0, 1]
+    (letter, *_) = await api.items("/v1/dead-letters", state="replayed")
+    told = (await api.get(f"/v1/dead-letters/{letter['id']}")).json
+    assert told["replays"][0]["state"] == "replayed"
+    assert await exceptions(database) == {}
+
+
+async def test_a_sweep_is_a_job_that_can_be_followed_and_aborted(
+    database: Database, api: Api
+) -> None:
+    await given_up(database, 3)
+    sweep = {"endpoint": "shop", "type": ["a.*"], "since": "1h", "rate": 50}
+    job = (await api.post("/v1/dead-letters/replay", sweep)).json["job"]
+    told = (await api.get(f"/v1/replays/{job}")).json
+    assert (told["kind"], told["state"], told["endpoint"], told["rate_per_s"]) == (
+        "dead",
+        "running",
+        "shop",
+        50.0,
+    )
+    assert [each["id"] for each in await api.items("/v1/replays")] == [job]
+    aborted = await api.post(f"/v1/replays/{job}/abort")
+    assert aborted.json["state"] == "aborted"
+    assert (await api.post(f"/v1/replays/{job}/abort")).status == 409
+    assert await api.items("/v1/replays") == []
+    assert len(await api.items("/v1/replays", state="all")) == 1
+    assert (await api.get("/v1/replays/77")).status == 404
+    sql = "SELECT array_agg(actor) FROM journal WHERE kind IN ('dead_replayed', 'replay_aborted')"
+    assert await fetchval(database, sql) == ["token all", "token all"]
+
+
+async def test_nothing_is_swept_without_a_word_for_it(database: Database, api: Api) -> None:
+    await given_up(database, 1)
+    for path in ("/v1/dead-letters/replay", "/v1/dead-letters/discard"):
+        for body in ({}, {"dry_run": True}, {"all": True, "endpoint": "shop"}, {"ids": []}):
+            answer = await api.post(path, body)
+            assert answer.status == 422, (path, body)
+        assert (await api.post(path, {"ids": [0]})).status == 422
+        assert (await api.post(path, {"ids": [999]})).status == 404
+        assert (await api.post(path)).status == 415
+    assert len(await api.items("/v1/dead-letters")) == 2
+
+
+async def test_some_are_set_aside(database: Database, api: Api) -> None:
+    await given_up(database, 3)
+    (first, *_) = await api.items("/v1/dead-letters", endpoint="shop")
+    why = {"ids": [first["id"]], "why": "the customer left"}
+    assert (await api.post("/v1/dead-letters/discard", why)).json["discarded"] == 1
+    assert (await api.post("/v1/dead-letters/discard", why)).status == 409
+    reason = "SELECT data ->> 'reason' FROM journal WHERE kind = 'dead_discarded'"
+    assert await fetchval(database, reason) == "the customer left"
+    dry = await api.post("/v1/dead-letters/discard", {"endpoint": "audit", "dry_run": True})
+    assert (dry.json["discarded"], dry.json["dry_run"]) == (3, True)
+    assert (await api.post("/v1/dead-letters/discard", {"all": True})).json["discarded"] == 5
+    assert await api.items("/v1/dead-letters") == []
+    assert len(await api.items("/v1/dead-letters", state="discarded")) == 6
+
+
+async def test_history_is_sent_again(database: Database, api: Api) -> None:
+    sent: list[Any] = []
+
+    def receive(request: Sent) -> Any:
+        sent.append(request.body)
+        return OK
+
+    await add_endpoint(database, "shop")
+    async with running(database, Network(receive)):
+        await publish(database, 1, 2, type="a.b")
+        await publish(database, 3, type="c.d")
+        await all_ended(database)
+        asked = {"endpoint": "shop", "since": "1h", "type": ["a.*"]}
+        dry = await api.post("/v1/replays", {**asked, "dry_run": True})
+        assert (dry.status, dry.json["deliveries"]) == (200, 2)
+        done = await api.post("/v1/replays", asked)
+        assert (done.status, done.json["kind"]) == (201, "history")
+        await all_ended(database)
+    assert [body["data"] for body in sent] == [1, 2, 3, 1, 2]
+    assert (await api.get(f"/v1/replays/{done.json['id']}")).json["taken"] == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"endpoint": "shop"}, 422),
+        ({"since": "1h"}, 422),
+        ({"endpoint": "nobody", "since": "1h"}, 404),
+        ({"endpoint": "shop", "since": "1h", "until": "2h"}, 422),
+        ({"endpoint": "shop", "since": "1h", "rate": 0}, 422),
+        ({"endpoint": "shop", "since": "1h", "type": ["a..b"]}, 422),
+    ],
+)
+async def test_backfills_that_cannot_be(
+    database: Database, api: Api, body: dict[str, Any], status: int
+) -> None:
+    await add_endpoint(database, "shop")
+    assert (await api.post("/v1/replays", body)).status == status
+
+
+async def test_a_listing_is_whole_while_letters_are_added(database: Database, api: Api) -> None:
+    await given_up(database, 5)
+    page = (await api.get("/v1/dead-letters", limit=3)).json
+    found = [row["id"] for row in page["items"]]
+    async with running(database, Network(lambda _: REFUSED)):
+        await publish(database, 9, 9)
+        await all_ended(database)
+    while page["next"] is not None:
+        page = (await api.get("/v1/dead-letters", limit=3, after=page["next"])).json
+        found += [row["id"] for row in page["items"]]
+    assert found == sorted(set(found))
+    assert len(found) == 14

@@ -1,0 +1,326 @@
+"""Endpoints through the API: each change is in the database, and in the journal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.answer import Answer
+from outbox.core.signature import parse_secret
+from outbox.receiver.server import Receiver
+from tests.support.relay import (
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+URL = "http://127.0.0.1:9/hooks"
+
+
+async def actors(database: Database, kind: str) -> list[str]:
+    sql = "SELECT array_agg(actor ORDER BY id) FROM journal WHERE kind = $1"
+    return list(await fetchval(database, sql, kind) or ())
+
+
+async def test_an_endpoint_is_added_with_its_settings(database: Database, api: Api) -> None:
+    answer = await api.post(
+        "/v1/endpoints",
+        {
+            "name": "a/b shop",
+            "url": URL,
+            "types": ["order.*"],
+            "filter": "@.total > 10",
+            "headers": {"X-Shop": "7", "Authorization": "Bearer 4711"},
+            "timeout": "30s",
+            "connect_timeout": 2.5,
+            "retry": {"preset": "plane", "attempts": 8},
+            "retryable": [429, "5xx"],
+            "on_dead_letter": "block",
+            "backlog_max": 100,
+            "lanes": 4,
+        },
+    )
+    assert answer.status == 201
+    assert answer.json["secret"].startswith("whsec_")
+    assert await actors(database, "endpoint_added") == ["token all"]
+    shown = (await api.get("/v1/endpoints/a%2Fb%20shop")).json
+    assert shown["endpoint"]["id"] == answer.json["id"]
+    told = shown["settings"]
+    assert (told["timeout"], told["connect_timeout"], told["lanes"]) == ("30s", "2.5s", 4)
+    assert told["retryable"] == ["429", "5xx"]
+    assert told["headers"] == {"X-Shop": "7", "Authorization": "(not shown)"}
+    assert len(shown["lanes"]) == 4
+    assert answer.json["secret"] not in str(shown)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"url": URL}, 422, "name: is missing"),
+        ({"name": "x"}, 422, "url: is missing"),
+        ({"name": "x", "url": "ftp://a/"}, 422, "url: "),
+        ({"name": "x", "url": "http://10.0.0.1/"}, 422, "url: "),
+        ({"name": "x", "url": URL, "lanes": 0}, 422, "lanes: must be between 1 and 1024"),
+        ({"name": "x", "url": URL, "types": ["a..b"]}, 422, "types: "),
+        ({"name": "x", "url": URL, "retry": {"base": "never"}}, 422, "retry"),
+        ({"name": "x", "url": URL, "filter": "@.a ="}, 422, "filter: "),
+        ({"name": "x", "url": URL, "tenant": "t", "all_tenants": True}, 422, "tenant: "),
+        ({"name": "taken", "url": URL}, 409, 'endpoint "taken" exists already'),
+    ],
+)
+async def test_endpoints_that_cannot_be(
+    database: Database, api: Api, body: dict[str, Any], status: int, says: str
+) -> None:
+    await add_endpoint(database, "taken")
+    answer = await api.post("/v1/endpoints", body)
+    assert answer.status == status
+    assert says in answer.detail
+    assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
+
+
+async def test_an_update_changes_what_is_said_and_null_is_the_default(
+    database: Database, api: Api
+) -> None:
+    made = await add_endpoint(database, "shop", lanes=2, tenant="acme", filter="@.a == 1")
+    answer = await api.ask(
+        "PATCH",
+        "/v1/endpoints/shop",
+        {"name": "store", "timeout": 20, "filter": None, "types": ["a.*"]},
+    )
+    assert answer.json == {
+        "id": str(made.id),
+        "name": "store",
+        "changed": {
+            "name": ["shop", "store"],
+            "types": ["**", "a.*"],
+            "filter": ["@.a == 1", "none"],
+            "timeout": ["15s", "20s"],
+        },
+    }
+    assert (await api.get("/v1/endpoints/shop")).status == 404
+    told = (await api.get("/v1/endpoints/store")).json["settings"]
+    assert (told["lanes"], told["tenant"], told["filter"]) == (2, "acme", None)
+    again = await api.ask("PATCH", "/v1/endpoints/store", {"timeout": "20s"})
+    assert again.json["changed"] == {}
+    assert await actors(database, "endpoint_updated") == ["token all"]
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"url": None}, 422),
+        ({"url": "http://10.0.0.1/"}, 422),
+        ({"lanes": 5000}, 422),
+        ({"name": "other"}, 409),
+    ],
+)
+async def test_updates_that_cannot_be(
+    database: Database, api: Api, body: dict[str, Any], status: int
+) -> None:
+    await add_endpoint(database, "shop")
+    await add_endpoint(database, "other")
+    assert (await api.ask("PATCH", "/v1/endpoints/shop", body)).status == status
+    assert await actors(database, "endpoint_updated") == []
+
+
+async def test_pausing_and_resuming(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop")
+    paused = await api.post("/v1/endpoints/shop/pause", {"why": "their database moves"})
+    assert (paused.json["state"], paused.json["changed"]) == ("paused", True)
+    row = (await api.get("/v1/endpoints/shop")).json["endpoint"]
+    assert (row["state"], row["state_by"], row["state_why"]) == (
+        "paused",
+        "token all",
+        "their database moves",
+    )
+    assert (await api.post("/v1/endpoints/shop/pause")).json["changed"] is False
+    assert (await api.post("/v1/endpoints/shop/enable")).status == 409
+    resumed = await api.post("/v1/endpoints/shop/resume")
+    assert (resumed.json["state"], resumed.json["changed"]) == ("active", True)
+    assert await actors(database, "endpoint_resumed") == ["token all"]
+
+
+async def test_a_disabled_endpoint_is_enabled(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop")
+    async with running(database, Network(lambda _: Answer.of(410, 0.001))):
+        await publish(database, 1)
+        state = "SELECT state = 'disabled' FROM endpoint"
+        await until(lambda: fetchval(database, state), 20, "it to be disabled")
+        assert (await api.post("/v1/endpoints/shop/resume")).status == 409
+        enabled = await api.post("/v1/endpoints/shop/enable", {"why": "a new address"})
+    assert (enabled.json["state"], enabled.json["changed"]) == ("active", True)
+    assert await actors(database, "endpoint_enabled") == ["token all"]
+
+
+async def test_resuming_lets_blocked_lanes_go_on(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop", on_dead_letter="block")
+    network = Network(lambda sent: REFUSED if sent.body["data"] == 1 else Answer.of(200, 0.001))
+    async with running(database, network):
+        await publish(database, 1, 2)
+        blocked = "SELECT count(*) FROM lane_block"
+        await until(lambda: fetchval(database, blocked), 20, "the lane to be blocked")
+        assert (await api.post("/v1/endpoints/shop/resume")).json["unblocked"] == 1
+        await all_ended(database)
+    assert network.data() == [2]
+
+
+async def test_a_secret_is_rotated(database: Database, api: Api) -> None:
+    made = await add_endpoint(database, "shop")
+    rotated = (await api.post("/v1/endpoints/shop/rotate-secret", {"overlap": "2h"})).json
+    assert rotated["secret"] not in ("", made.secret)
+    assert rotated["old_until"] is not None
+    gone = (await api.post("/v1/endpoints/shop/rotate-secret", {"overlap": 0})).json
+    assert (gone["live"], gone["old_until"]) == (1, None)
+    assert (await api.post("/v1/endpoints/shop/rotate-secret", {"overlap": -1})).status == 422
+    assert await actors(database, "endpoint_secret_rotated") == ["token all"] * 2
+
+
+async def test_removing_asks_what_becomes_of_what_is_owed(database: Database, api: Api) -> None:
+    await add_endpoint(database, "idle")
+    assert (await api.ask("DELETE", "/v1/endpoints/idle")).json["state"] == "removed"
+    await add_endpoint(database, "shop")
+    assert (await api.post("/v1/endpoints/shop/pause")).status == 200
+    async with running(database, Network()):
+        await publish(database, 1, 2)
+        made = "SELECT count(*) = 2 FROM delivery"
+        await until(lambda: fetchval(database, made), 20, "the deliveries")
+        kept = await api.ask("DELETE", "/v1/endpoints/shop")
+        assert (kept.status, "owed 2 deliveries" in kept.detail) == (409, True)
+        both = await api.ask("DELETE", "/v1/endpoints/shop", give_up=True, drain=True)
+        assert both.status == 422
+        gone = await api.ask("DELETE", "/v1/endpoints/shop", give_up=True)
+        assert (gone.json["state"], gone.json["owed"]) == ("removing", 2)
+        none = "SELECT count(*) = 0 FROM endpoint WHERE state <> 'removed'"
+        await until(lambda: fetchval(database, none), 20, "the removal")
+
+
+async def test_draining_delivers_first_and_is_asked_again(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop")
+    open_ = False
+
+    def receive(_: Any) -> Answer:
+        return Answer.of(200 if open_ else 503, 0.001)
+
+    retry = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 10_000}
+    await add_endpoint(database, "slow", retry=retry)
+    network = Network(receive)
+    async with running(database, network):
+        await publish(database, 1)
+        sent = lambda: any(s.url.endswith("slow") for s in network.sent)  # noqa: E731
+        await until(sent, 20, "an attempt")
+        waiting = await api.ask("DELETE", "/v1/endpoints/slow", drain=True)
+        assert (waiting.status, waiting.json["owed"]) == (202, 1)
+        open_ = True
+
+        async def removed() -> bool:
+            answer = await api.ask("DELETE", "/v1/endpoints/slow", drain=True)
+            return answer.status == 200 and answer.json["state"] == "removed"
+
+        await until(removed, 20, "the removal")
+    assert 1 in network.data()
+
+
+async def test_a_test_delivery_tells_what_came_back(database: Database, api: Api) -> None:
+    secret = (await add_endpoint(database, "shop")).secret
+    async with Receiver(secrets=(parse_secret(secret),)).serve() as url:
+        await api.ask("PATCH", "/v1/endpoints/shop", {"url": url})
+        told = (await api.post("/v1/endpoints/shop/test")).json
+    assert (told["outcome"], told["url"]) == ("delivered", url)
+    gone = (await api.post("/v1/endpoints/shop/test")).json
+    assert (gone["outcome"], gone["failure"]) == ("retried", "connect")
+
+
+@pytest.mark.parametrize(
+    ("method", "rest"),
+    [
+        ("GET", ""),
+        ("PATCH", ""),
+        ("DELETE", ""),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("POST", "/enable"),
+        ("POST", "/rotate-secret"),
+        ("POST", "/test"),
+    ],
+)
+async def test_an_endpoint_that_is_none(
+    database: Database, api: Api, method: str, rest: str
+) -> None:
+    await add_endpoint(database, "shop")
+    answer = await api.ask(method, f"/v1/endpoints/shopp{rest}", {} if method == "PATCH" else None)
+    assert answer.status == 404
+    assert 'did you mean "shop"?' in answer.detail
+
+
+async def test_a_listing_of_endpoints_is_whole_while_some_are_added(
+    database: Database, api: Api
+) -> None:
+    for n in range(7):
+        await add_endpoint(database, f"e{n}")
+    page = (await api.get("/v1/endpoints", limit=3)).json
+    found = [row["name"] for row in page["items"]]
+    await add_endpoint(database, "a-new-one")
+    await add_endpoint(database, "z-new-one")
+    while page["next"] is not None:
+        page = (await api.get("/v1/endpoints", limit=3, after=page["next"])).json
+        found += [row["name"] for row in page["items"]]
+    assert found == [*(f"e{n}" for n in range(7)), "z-new-one"]
+
+
+# ------------------------------------------------------------- declarations
+
+
+async def test_all_endpoints_are_declared_at_once(database: Database, api: Api) -> None:
+    await add_endpoint(database, "old")
+    body = {
+        "defaults": {"retry": "patient"},
+        "endpoints": [{"name": "a", "url": URL, "headers": {"X-Key": "k"}}],
+    }
+    dry = (await api.ask("PUT", "/v1/declaration", body, dry_run=True)).json
+    assert (dry["dry_run"], dry["changes"], dry["not_in_the_file"]) == (True, 1, ["old"])
+    assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
+    done = (await api.ask("PUT", "/v1/declaration", body, prune=True)).json
+    assert [(s["action"], s["name"]) for s in done["endpoints"]] == [
+        ("remove", "old"),
+        ("add", "a"),
+    ]
+    assert done["endpoints"][1]["secret"].startswith("whsec_")
+    (declared,) = await api.items("/v1/declaration")
+    assert (declared["name"], declared["retry"], declared["headers"]) == (
+        "a",
+        "patient",
+        {"X-Key": "k"},
+    )
+    again = await api.ask("PUT", "/v1/declaration", {"endpoints": [declared]})
+    assert again.json["changes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "query", "says"),
+    [
+        ({"endpoints": [{"name": "a"}]}, {}, "endpoints[0].url: is missing"),
+        ({"endpoints": [{"name": "a", "url": "http://10.0.0.1/"}]}, {}, "endpoints[0].url: "),
+        ({"endpoints": [], "more": 1}, {}, 'there is no "more"'),
+        ({"endpoints": []}, {"give_up": True}, "prune"),
+    ],
+)
+async def test_declarations_that_cannot_be(
+    api: Api, body: dict[str, Any], query: dict[str, Any], says: str
+) -> None:
+    answer = await api.ask("PUT", "/v1/declaration", body, **query)
+    assert answer.status == 422
+    assert says in answer.detail
