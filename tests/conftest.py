@@ -25,6 +25,7 @@ from outbox.errors import CannotRun
 from tests.support.majors import VERSIONS, provide
 from tests.support.pgbouncer import program
 from tests.support.postgres import Database, Server
+from tests.support.promtool import promtool
 from tests.support.small_disk import may_mount
 
 if TYPE_CHECKING:
@@ -84,6 +85,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
     config.addinivalue_line("markers", "pgbouncer: left out where PgBouncer is not installed")
+    config.addinivalue_line(
+        "markers", "promtool: left out where Prometheus's promtool is not there"
+    )
     config.addinivalue_line("markers", "mounts: left out where no file system can be mounted")
     config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
     asked: int | None = config.getoption("--seed")
@@ -111,13 +115,21 @@ def pytest_report_header(config: pytest.Config) -> str:
     except CannotRun as error:
         versions = str(error)
     proxy = program() or "not there, its tests are left out (apt-get install pgbouncer)"
+    checker = promtool() or "not there, its tests are left out (apt-get install prometheus)"
     disk = "mounted" if may_mount() else "none can be mounted here, its tests are left out"
     seed = config.stash[_seed_key]
-    return f"PostgreSQL: {versions}; PgBouncer: {proxy}; full disk: {disk}; seed: {seed}"
+    return (
+        f"PostgreSQL: {versions}; PgBouncer: {proxy}; promtool: {checker}; full disk: {disk}; "
+        f"seed: {seed}"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    there = {"pgbouncer": program() is not None, "mounts": may_mount()}
+    there = {
+        "pgbouncer": program() is not None,
+        "promtool": promtool() is not None,
+        "mounts": may_mount(),
+    }
     missing = [marker for marker, is_there in there.items() if not is_there]
     left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
     items[:] = [item for item in items if item not in left_out]
