@@ -26,6 +26,7 @@ from tests.support.chromium import chromium
 from tests.support.majors import VERSIONS, provide
 from tests.support.pgbouncer import program
 from tests.support.postgres import Database, Server
+from tests.support.promtool import promtool
 from tests.support.small_disk import may_mount
 
 if TYPE_CHECKING:
@@ -86,6 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "one_major: runs on the newest PostgreSQL only")
     config.addinivalue_line("markers", "pgbouncer: left out where PgBouncer is not installed")
     config.addinivalue_line("markers", "browser: left out where there is no chromium")
+    config.addinivalue_line(
+        "markers", "promtool: left out where Prometheus's promtool is not there"
+    )
     config.addinivalue_line("markers", "mounts: left out where no file system can be mounted")
     config.addinivalue_line("markers", "costly: like one_major, unless --pg names the majors")
     asked: int | None = config.getoption("--seed")
@@ -114,10 +118,11 @@ def pytest_report_header(config: pytest.Config) -> str:
         versions = str(error)
     proxy = program() or "not there, its tests are left out (apt-get install pgbouncer)"
     browser = chromium() or "not there, its tests are left out (apt-get install chromium)"
+    checker = promtool() or "not there, its tests are left out (apt-get install prometheus)"
     disk = "mounted" if may_mount() else "none can be mounted here, its tests are left out"
     seed = config.stash[_seed_key]
     return (
-        f"PostgreSQL: {versions}; PgBouncer: {proxy}; browser: {browser}; "
+        f"PostgreSQL: {versions}; PgBouncer: {proxy}; browser: {browser}; promtool: {checker}; "
         f"full disk: {disk}; seed: {seed}"
     )
 
@@ -126,6 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     there = {
         "pgbouncer": program() is not None,
         "browser": chromium() is not None,
+        "promtool": promtool() is not None,
         "mounts": may_mount(),
     }
     missing = [marker for marker, is_there in there.items() if not is_there]

@@ -63,6 +63,7 @@ COMMANDS = (
     Entry("status", "Show what is owed, failing and running.", _LOOK),
     Entry("trace", "Tell what happened to an event, and why it is not delivered.", _LOOK),
     Entry("doctor", "Look at preconditions and health, and say what to do.", _LOOK),
+    Entry("alerts", "Print alerts for Prometheus, or a dashboard for Grafana.", _LOOK),
     Entry("dead", "List, count, show, replay and discard dead letters.", _LOOK),
     Entry("replay", "Send an endpoint its history again; follow and abort replays.", _LOOK),
     Entry("once", "List, show and reset once keys.", _LOOK),

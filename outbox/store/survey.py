@@ -13,7 +13,8 @@ DEAD_LETTERS_MAX = 100_000
 
 # Ids are given out in order, so the lowest open gap is the oldest: it is there since
 # the first batch that saw a higher one.  What a role may not see of others' sessions
-# (without pg_monitor) is not in the horizon's age.
+# (without pg_monitor) is not in the horizon's age, nor is VACUUM, which may take hours
+# and sees to it that it does not keep what it is there to remove.
 SURVEY = f"""
 WITH newest AS MATERIALIZED (SELECT young FROM batch ORDER BY batch DESC LIMIT 1),
 oldest AS MATERIALIZED (
@@ -29,6 +30,7 @@ SELECT (SELECT count(*)
           FROM (SELECT a.xact_start AS began_at FROM pg_stat_activity a
                  WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
                    AND (a.backend_xmin IS NOT NULL OR a.backend_xid IS NOT NULL)
+                   AND NOT EXISTS (SELECT FROM pg_stat_progress_vacuum v WHERE v.pid = a.pid)
                  UNION ALL
                 SELECT prepared FROM pg_prepared_xacts WHERE database = current_database()) x)
            AS horizon_age_s,

@@ -14,9 +14,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import get_args
+
+from outbox.core.story import Reason
 
 OTHER = "(other)"
 """Stands for all endpoints that have no series of their own."""
+
+OUTCOMES: tuple[str, ...] = ("delivered", *get_args(Reason))
+"""How a delivery ends: it was acknowledged, or given up for one of these reasons."""
+ANSWERS = ("delivered", "retry", "refused")
+"""How a request ends."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 RETRY_SECONDS = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 10800.0, 21600.0, 86400.0)

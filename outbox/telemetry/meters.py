@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.steps import DeadRange
 from outbox.telemetry import catalogue
-from outbox.telemetry.catalogue import OTHER
+from outbox.telemetry.catalogue import ANSWERS, OTHER, OUTCOMES
 from outbox.telemetry.snapshot import Buckets, Snapshot
 
 if TYPE_CHECKING:
@@ -59,6 +59,14 @@ class EndpointMeters:
         # How many endpoints that are owned now count here.
         self.owners = 0
 
+    def begin(self) -> None:
+        """An endpoint counts here from now on: nothing of it has ended yet, and that is told.
+
+        Whoever reads counters takes a series that begins at 5,000 for one that does not grow,
+        and a backlog can be given up all at once.
+        """
+        self.deliveries.update(dict.fromkeys(OUTCOMES, 0))
+
 
 class Meters:
     """Everything that a replica counts.
@@ -73,7 +81,7 @@ class Meters:
         self._started_at = started_at
         self._named: dict[str, EndpointMeters] = {}
         self._other = EndpointMeters()
-        self._retries: Counter[str] = Counter()
+        self._retries: Counter[str] = Counter(dict.fromkeys(ANSWERS, 0))
         self._retry_delay = Histogram(catalogue.RETRY_DELAY)
         self._delivery_attempts = Histogram(catalogue.DELIVERY_ATTEMPTS)
         self.events = 0
@@ -100,9 +108,11 @@ class Meters:
             if len(self._named) >= self.endpoints_max:
                 gone = next((n for n, m in self._named.items() if not m.owners), None)
                 if gone is None:
+                    self._other.begin()
                     return self._other
                 del self._named[gone]
             meters = self._named[name] = EndpointMeters()
+            meters.begin()
         meters.owners += 1
         return meters
 

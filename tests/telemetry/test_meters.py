@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from outbox.core.answer import Answer, Failure
 from outbox.core.steps import AttemptRow, DeadRange
 from outbox.telemetry import catalogue
-from outbox.telemetry.catalogue import OTHER
+from outbox.telemetry.catalogue import ANSWERS, OTHER, OUTCOMES
 from outbox.telemetry.meters import Meters, error_type
 from outbox.telemetry.snapshot import Buckets
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from outbox.telemetry.catalogue import Metric
+    from outbox.telemetry.snapshot import Series
 
 OK = Answer.of(200, 0.03)
 
 
 def row(outcome: str = "delivered", attempt: int = 1, elapsed_s: float = 0.03) -> AttemptRow:
     return AttemptRow(1, 1, attempt, outcome, 200, None, 0.0, elapsed_s)  # type: ignore[arg-type]
+
+
+def counted(series: Mapping[Metric, Series]) -> Series:
+    """The deliveries of which there were any."""
+    return {key: value for key, value in series[catalogue.DELIVERIES].items() if value}
 
 
 def test_a_value_counts_in_the_first_bucket_that_it_fits() -> None:
@@ -46,11 +59,24 @@ def test_what_becomes_of_deliveries_is_counted() -> None:
         ("shop", "retry", "timeout"): 1,
         ("shop", "delivered", None): 1,
     }
-    assert series[catalogue.RETRIES] == {("retry",): 1, ("delivered",): 1}
-    assert series[catalogue.DELIVERIES] == {("shop", "delivered"): 2, ("shop", "backlog"): 5}
+    assert series[catalogue.RETRIES] == {("retry",): 1, ("delivered",): 1, ("refused",): 0}
+    assert counted(series) == {("shop", "delivered"): 2, ("shop", "backlog"): 5}
     latency = series[catalogue.DELIVERY_LATENCY]["shop",]
     assert isinstance(latency, Buckets)
     assert latency.count == 1, "what is sent again has no latency"
+
+
+def test_that_nothing_has_ended_yet_is_told() -> None:
+    meters = Meters(endpoints_max=1)
+    assert meters.snapshot(1.0, {}).series[catalogue.DELIVERIES] == {}
+    meters.taken("shop")
+    first = meters.snapshot(1.0, {}).series
+    assert first[catalogue.DELIVERIES] == {("shop", outcome): 0 for outcome in OUTCOMES}
+    assert first[catalogue.RETRIES] == {(answer,): 0 for answer in ANSWERS}
+    meters.delivered(meters.taken("another"), 1, None)
+    meters.taken("a third")
+    ended = meters.snapshot(1.0, {}).series[catalogue.DELIVERIES]
+    assert [ended[OTHER, outcome] for outcome in OUTCOMES] == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_series_do_not_grow_with_the_endpoints() -> None:
@@ -61,7 +87,7 @@ def test_series_do_not_grow_with_the_endpoints() -> None:
             meters.attempted(here, row(outcome), Answer.of(503, 0.1))
         meters.delivered(here, 1, 0.1)
     series = meters.snapshot(1.0, {}).series
-    assert sum(map(len, series.values())) <= 101 * (3 + 1 + 2) + 10
+    assert sum(map(len, series.values())) <= 101 * (3 + 8 + 2) + 10
     assert series[catalogue.DELIVERIES][OTHER, "delivered"] == 9_900
     assert sum(series[catalogue.DELIVERIES].values()) == 10_000  # type: ignore[arg-type]
 
@@ -73,10 +99,10 @@ def test_who_is_owned_no_more_leaves_its_place_to_others() -> None:
     assert meters.label("second") == OTHER
     meters.left(first)
     series = meters.snapshot(1.0, {}).series
-    assert series[catalogue.DELIVERIES] == {("first", "delivered"): 1}, "not before it is needed"
+    assert counted(series) == {("first", "delivered"): 1}, "not before it is needed"
     meters.delivered(meters.taken("second"), 1, None)
     series = meters.snapshot(1.0, {}).series
-    assert series[catalogue.DELIVERIES] == {("second", "delivered"): 1}
+    assert counted(series) == {("second", "delivered"): 1}
 
 
 def test_a_new_session_owns_nothing() -> None:

@@ -1,0 +1,58 @@
+"""Which names rules and dashboard may use: those that a relay exports, and Prometheus's own."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from outbox.telemetry.catalogue import CATALOGUE, Kind
+from tests.support.promql import used
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+TARGET = frozenset({"job", "instance"})
+"""The labels of everything that is scraped."""
+
+# prometheus_client's ProcessCollector, as /metrics has it (see test_metrics.py).
+PROCESS = (
+    "process_cpu_seconds_total",
+    "process_open_fds",
+    "process_resident_memory_bytes",
+    "process_start_time_seconds",
+)
+
+
+def exported() -> dict[str, frozenset[str]]:
+    """Every metric that Prometheus has of a relay, with its labels."""
+    known = dict.fromkeys(("up", *PROCESS), TARGET)
+    for metric in CATALOGUE:
+        labels = TARGET | {name.replace(".", "_") for name in metric.attributes}
+        if metric.kind is Kind.HISTOGRAM:
+            known[f"{metric.prometheus}_bucket"] = labels | {"le"}
+            known[f"{metric.prometheus}_count"] = known[f"{metric.prometheus}_sum"] = labels
+        else:
+            known[metric.prometheus] = labels
+    return known
+
+
+def words(metric: str) -> set[str]:
+    """What is said of a metric: the values of its labels are in there."""
+    said = next((m.description for m in CATALOGUE if m.prometheus == metric), "")
+    return set(re.findall(r"[a-z]+", said))
+
+
+def wrong(expression: str, known: Mapping[str, frozenset[str]]) -> Iterator[str]:
+    """What an expression names that is not there."""
+    names = used(expression)
+    assert names.metrics, expression
+    for metric in sorted(names.metrics - known.keys()):
+        yield f"there is no metric {metric}"
+    for metric, label, value in names.matchers:
+        if label not in known.get(metric, ()):
+            yield f"{metric} has no label {label}"
+        elif label in ("outcome", "state") and not set(value.split("|")) <= words(metric):
+            yield f"{metric} never has {label}={value}"
+    there = frozenset().union(*(known.get(metric, frozenset()) for metric in names.metrics))
+    for label in sorted(names.grouped - there):
+        yield f"no metric here has a label {label}"

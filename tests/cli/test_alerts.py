@@ -1,0 +1,45 @@
+"""`outbox alerts` prints what is shipped, and its help shows how that is loaded."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+import yaml
+
+from outbox import alerts
+from tests.support.promtool import judged
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.cli.conftest import Command
+
+
+def test_it_prints_the_files_as_they_are(outbox: Command) -> None:
+    for which in ("rules", "dashboard"):
+        result = outbox("alerts", which)
+        assert result.code == 0
+        assert result.out.encode() == alerts.read(which)
+    assert yaml.safe_load(outbox("alerts", "rules").out)["groups"]
+    assert json.loads(outbox("alerts", "dashboard").out)["panels"]
+
+
+@pytest.mark.parametrize("args", [[], ["rule"], ["rules", "dashboard"]])
+def test_what_cannot_be_printed_is_wrong_usage(outbox: Command, args: list[str]) -> None:
+    result = outbox("alerts", *args)
+    assert result.code == 2
+    assert "outbox alerts --help" in result.error
+
+
+@pytest.mark.promtool
+def test_the_settings_in_its_help_are_prometheus_settings(outbox: Command, tmp_path: Path) -> None:
+    (tmp_path / "outbox.yml").write_text(outbox("alerts", "rules").out)
+    _, _, told = outbox("alerts", "--help").out.partition("in prometheus.yml:\n")
+    settings = tmp_path / "prometheus.yml"
+    settings.write_text(told.partition("\n\n")[0])
+    assert yaml.safe_load(settings.read_text()).keys() == {"rule_files", "scrape_configs"}
+    content, said = judged("check", "config", settings)
+    assert content, said
+    assert "1 rule files found" in said

@@ -1,0 +1,36 @@
+"""Prometheus's own judge of rules, expressions and metrics."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+
+def promtool() -> str | None:
+    """Where it is, if it is."""
+    return shutil.which("promtool")
+
+
+def judged(*args: str | Path, stdin: bytes = b"") -> tuple[bool, str]:
+    """Whether it is content, and what it says."""
+    program = promtool()
+    assert program is not None
+    done = subprocess.run(
+        [program, *args], input=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    return done.returncode == 0, done.stdout.decode()
+
+
+def judged_expressions(expressions: Iterable[str], room: Path) -> tuple[bool, str]:
+    """Whether all are PromQL: as recording rules, since those it reads from a file."""
+    rules = [{"record": f"it:is:number{n}", "expr": expr} for n, expr in enumerate(expressions)]
+    path = room / "expressions.yml"
+    # JSON is YAML, too.
+    path.write_text(json.dumps({"groups": [{"name": "all", "rules": rules}]}))
+    return judged("check", "rules", path)
