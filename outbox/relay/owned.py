@@ -103,6 +103,7 @@ class OwnedEndpoint:
         "lanes",
         "stopped",
         "timer",
+        "told",
         "written",
     )
 
@@ -115,8 +116,10 @@ class OwnedEndpoint:
             self.health.resume(now)
         if endpoint.state == "paused":
             self.health.pause()
-        # The health that is on disk.
-        self.written = endpoint.health
+        # What operational events tell of it.
+        self.told = endpoint.told.hold_to(now)
+        # Both as they are on disk.
+        self.written = (endpoint.health, endpoint.told)
         self.generations = Generations()
         self.lanes: dict[int, OwnedLane] = {}
         self.stopped = False
@@ -157,6 +160,7 @@ class OwnedEndpoint:
     def hold_to(self, now: float) -> None:
         """The clock was set, maybe back."""
         self.health.hold_to(now)
+        self.told = self.told.hold_to(now)
         for lane in self.lanes.values():
             lane.machine.hold_to(self.endpoint.retry, now)
 
