@@ -3,16 +3,6 @@
 -- They are written by the statement that makes the change they tell of, and only while
 -- somebody wants them.  Which changes are told is said in outbox/core/operational.py.
 
--- Whether an event of this type is for a subscription with this pattern.  Operational
--- events are only for those who name them.  (No search_path, which would keep it from
--- being inlined: it is asked of very many events.)
-CREATE FUNCTION type_matches(type text, pattern text) RETURNS boolean
-LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
-    SELECT type ~ ('^' || replace(replace(replace(replace(
-                       pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')
-       AND (type NOT LIKE 'outbox.%' OR pattern LIKE 'outbox.%')
-$$;
-
 -- Whether a subscription names operational events at all.
 CREATE FUNCTION names_operational(types text[]) RETURNS boolean
 LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
@@ -67,7 +57,9 @@ BEGIN
         SELECT FROM subscription s, unnest(s.types) AS p(pattern)
          WHERE s.to_batch IS NULL AND names_operational(s.types)
            AND (s.all_tenants OR s.tenant IS NOT DISTINCT FROM concerned.tenant)
-           AND type_matches(event_type, p.pattern)) THEN
+           AND p.pattern LIKE 'outbox.%'
+           AND event_type ~ ('^' || replace(replace(replace(replace(
+                   p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')) THEN
         RETURN false;
     END IF;
     INSERT INTO outbox (event_id, tenant, type, key, payload)

@@ -6,8 +6,12 @@ who looks back at many events asks here.  A subscription is `s`, an event `o`.
 
 from __future__ import annotations
 
-TYPE_MATCHES = """
-    EXISTS (SELECT FROM unnest(s.types) AS p(pattern) WHERE type_matches(o.type, p.pattern))
+# A pattern as a regular expression.  Operational events are only for those who name them.
+TYPE_MATCHES = r"""
+    EXISTS (SELECT FROM unnest(s.types) AS p(pattern)
+             WHERE o.type ~ ('^' || replace(replace(replace(replace(
+                       p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')
+               AND (o.type NOT LIKE 'outbox.%' OR p.pattern LIKE 'outbox.%'))
 """
 
 TENANT_MATCHES = "(s.all_tenants OR s.tenant IS NOT DISTINCT FROM o.tenant)"
