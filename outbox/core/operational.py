@@ -15,10 +15,10 @@ tell of each other for ever.
 not told.  A dead letter or a block is told if it is of an ordinary event, a range
 if it holds one.  A hold is told at the first failure of an ordinary delivery
 within it, whoever began it, and its end only if it was told; a stall when the
-lane owes an ordinary event.  So each of them needs ordinary traffic, and there
-are no more of them than ordinary deliveries that failed (two for a hold).  One
-is told whatever led to it: that an endpoint was disabled.  That cannot go on by
-itself, because only a person enables it again.
+lane owes an ordinary event.  So whatever is told took an ordinary delivery that
+failed or waits, and no such delivery leads to more than a few.  One is told
+whatever led to it: that an endpoint was disabled.  That cannot go on by itself,
+because only a person enables it again.
 
 What was told of an endpoint is kept with its health (`Told`), because the next
 owner must neither repeat it nor tell of an end without its beginning.

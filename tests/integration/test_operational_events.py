@@ -313,6 +313,23 @@ async def test_a_range_is_told_when_it_first_holds_an_ordinary_event(database: D
     assert await exceptions(database) == {}
 
 
+async def test_of_events_that_were_erased_only_the_ordinary_ones_are_told(
+    database: Database,
+) -> None:
+    both = await add_endpoint(database, "both", types=["order.*", "outbox.**"])
+    await publish(database, 1, type="order.paid")
+    await fetchval(database, "SELECT announce($1, $2, '{}')", HELD, both.id)
+    await fetchval(database, "UPDATE outbox SET payload = NULL, erased_at = now()")
+    network = Network()
+    async with running(database, network):
+        await until(lambda: _letters_of(database, "both", 2), 10, "both to be given up")
+        await all_ended(database)
+    assert got(network, "both") == [LETTER]
+    told_of = await one(database, LETTER, both.id, "both")
+    assert (told_of["reason"], told_of["sequence"]) == ("erased", 1)
+    assert not {"event", "type"} & told_of.keys()
+
+
 async def test_a_hold_and_its_end_are_told_once_over_a_take_over(database: Database) -> None:
     shop = await add_endpoint(database, types=["order.*"], lanes=4, retry=FOR_EVER)
     await add_endpoint(database, "ops", types=["outbox.**"])

@@ -352,12 +352,15 @@ ASKED_BEFORE = f"{WANTED}; SELECT announce('outbox.x', NULL, '{{}}'), holds_ordi
 
 
 async def _group_with_a_range_that_is_told(log: LongLog) -> Case:
-    """The first of its numbers decides; it is not gone through."""
-    ids = log.lanes_of(0)[:10]
+    """The first of its numbers decides; it is not gone through.
+
+    Of two lanes only: what is rolled back still makes the indexes of letters grow.
+    """
+    ids = log.lanes_of(0)[:2]
     dead = DeadRange(batch_of(STUCK + 1), STUCK + 1, NUMBERS, "backlog", 0, None)
     progress = Progress(acked_seq=NUMBERS, floor_batch=BATCHES - 1)
     group = [Record(lane, NUMBERS, None, progress, dead) for lane in ids]
-    return Case(*await _written(log, group), 80, 150 * len(ids), before=(ASKED_BEFORE,))
+    return Case(*await _written(log, group), 80, 300 * len(ids), before=(ASKED_BEFORE,))
 
 
 async def _whether_lanes_owe_ordinary_events(log: LongLog) -> Case:
