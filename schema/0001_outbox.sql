@@ -64,7 +64,8 @@ COMMENT ON TABLE outbox IS
     'Events, written in the same transaction as the change they tell of.';
 
 -- The payload limit is a setting; the others are part of the contract.  It
--- stands here too, so that a producer can ask before it is refused.
+-- stands here too, so that a producer can ask before it is refused.  It is never so low
+-- that it would refuse what the relay says about itself.
 CREATE FUNCTION payload_bytes_max() RETURNS integer
 LANGUAGE sql IMMUTABLE PARALLEL SAFE AS 'SELECT 262144';
 
@@ -75,8 +76,8 @@ LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
     relation text;
 BEGIN
-    IF bytes_max NOT BETWEEN 1024 AND 67108864 THEN
-        RAISE EXCEPTION 'the payload limit must be between 1024 and 67108864 bytes'
+    IF bytes_max NOT BETWEEN 1536 AND 67108864 THEN
+        RAISE EXCEPTION 'the payload limit must be between 1536 and 67108864 bytes'
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     FOREACH relation IN ARRAY '{schedule,future_event,outbox}'::text[] LOOP

@@ -125,7 +125,11 @@ CREATE TABLE endpoint_health (
     since       timestamptz NOT NULL DEFAULT clock_timestamp(),
     resumes     integer     NOT NULL DEFAULT 0,  -- endpoint.resumes, as last obeyed
     held_until  timestamptz,                     -- the receiver's Retry-After
-    last_answer jsonb                            -- what led to this state
+    last_answer jsonb,                           -- what led to this state
+    -- What an operational event told of it, so that the next owner tells no more than
+    -- what follows from that.  NULL: nothing, or that it was over.
+    told_held_since timestamptz,                 -- that it is held
+    told_stalled_at timestamptz                  -- that a lane has had no success for long
 );
 
 -- An ordered stream of deliveries to one endpoint.  When the number of lanes or
@@ -205,7 +209,9 @@ CREATE TABLE cursor (
     version     bigint      NOT NULL DEFAULT 1,
     erasures    bigint      NOT NULL DEFAULT 0, -- rises when payloads were erased
     timeline    bigint,                       -- NULL: the server did not say yet
-    timeline_at timestamptz                   -- when it changed; NULL: never
+    timeline_at timestamptz,                  -- when it changed; NULL: never
+    lagging     boolean     NOT NULL DEFAULT false, -- it was told that events wait long,
+    lagging_at  timestamptz                   -- and is not over; when that was told last
 );
 INSERT INTO cursor DEFAULT VALUES;
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 # Walked through on its own.
-_BEGIN, _END = "### Order 17 never arrived", "### When things go wrong"
+_BEGIN, _END = "### Order 17 never arrived", "### Operational events"
 GUIDE = README[README.index(_BEGIN) : README.index(_END)]
 
 # What differs from run to run.

@@ -1,22 +1,25 @@
 """Care: looks after owned endpoints as a whole.
 
-Writes down how they are, disables those that are gone or have not taken
-anything for too long, and gives up what a backlog policy says is too much.
-None of that is in the way of a delivery.
+Writes down how they are, tells of it by operational events, disables those that
+are gone or have not taken anything for too long, and gives up what a backlog
+policy says is too much.  None of that is in the way of a delivery.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import structlog
 
 from outbox.core.health import State
+from outbox.core.operational import WARN_AFTER_S
+from outbox.store.care import Kept
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from outbox.relay.bell import Bell
     from outbox.relay.dispatcher import Dispatcher
@@ -80,15 +83,16 @@ class Caretaker:
         for owned in concerned:
             if owned.health.state is State.DISABLED:
                 await self._disable(owned, "the receiver answered 410 Gone")
-            record = owned.health.record()
-            if record != owned.written:
-                changed.append((owned, record))
+            kept = Kept(owned.endpoint, owned.epoch, owned.health.record(), owned.told)
+            if (kept.health, kept.told) != owned.written:
+                changed.append((owned, kept))
+        await self._keep(changed)
+
+    async def _keep(self, changed: Sequence[tuple[OwnedEndpoint, Kept]]) -> None:
         if changed:
-            await self._store.write_health(
-                [(owned.endpoint, owned.epoch, record) for owned, record in changed]
-            )
-            for owned, record in changed:
-                owned.written = record
+            await self._store.write_health([kept for _, kept in changed])
+        for owned, kept in changed:
+            owned.written = (kept.health, kept.told)
 
     async def _look(self) -> None:
         now = self._now()
@@ -100,11 +104,29 @@ class Caretaker:
                 for lane in owned.lanes.values()
                 if lane.machine.stalled_since is not None
             ]
+            owned.told = owned.told.looked(stalled)
             if stalled and now - min(stalled) >= owned.endpoint.disable_after_s:
                 allowed = timedelta(seconds=owned.endpoint.disable_after_s)
                 await self._disable(owned, f"a lane had no success for {allowed}")
             elif stalled:
+                await self._warn(owned, min(stalled), now)
                 await self._limit(owned)
+
+    async def _warn(self, owned: OwnedEndpoint, stalled_since: float, now: float) -> None:
+        """Tell once that lanes have had no success for long, if they owe ordinary events."""
+        endpoint = owned.endpoint
+        if not owned.told.may_tell_stall(now - stalled_since, endpoint.disable_after_s):
+            return
+        lanes = [
+            (lane.loaded.id, lane.machine.floor_batch, lane.machine.acked_seq)
+            for lane in owned.lanes.values()
+            if (since := lane.machine.stalled_since) is not None and now - since >= WARN_AFTER_S
+        ]
+        if await self._store.owes_ordinary(lanes):
+            owned.told = replace(owned.told, stalled_at=now)
+            health = owned.health.record()
+            kept = Kept(endpoint, owned.epoch, health, owned.told, stalled_since)
+            await self._keep([(owned, kept)])
 
     async def _disable(self, owned: OwnedEndpoint, why: str) -> None:
         endpoint = owned.endpoint

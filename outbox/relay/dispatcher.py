@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.answer import Verdict, classify, retry_after_s, summary
 from outbox.core.health import State
+from outbox.core.operational import is_operational
 from outbox.core.statuses import GONE
 from outbox.core.steps import Fetch, Record, Send, Wait
 from outbox.relay.observer import Observer
@@ -401,8 +402,14 @@ class Dispatcher:
                 retry_after_s=asked_s or 0.0,
                 last_answer=summary(answer),
             )
+            ordinary = not is_operational(send.delivery.type)
+            told = home.told.answered(health.state, now, ordinary=ordinary)
+            if told != home.told:
+                home.told = told
+                self._note_health(home)
         if health.state is not before:
             self._observer.health(home, now)
+            home.told = home.told.changed(health.state)
             self._note_health(home)
             # Whoever sleeps until a time of its own may have a turn sooner.
             self._activate_all(home)

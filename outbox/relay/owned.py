@@ -105,6 +105,7 @@ class OwnedEndpoint:
         "meters",
         "stopped",
         "timer",
+        "told",
         "written",
     )
 
@@ -118,8 +119,10 @@ class OwnedEndpoint:
             self.health.resume(now)
         if endpoint.state == "paused":
             self.health.pause()
-        # The health that is on disk.
-        self.written = endpoint.health
+        # What operational events tell of it.
+        self.told = endpoint.told.hold_to(now)
+        # Both as they are on disk.
+        self.written = (endpoint.health, endpoint.told)
         self.generations = Generations()
         self.lanes: dict[int, OwnedLane] = {}
         self.stopped = False
@@ -160,6 +163,7 @@ class OwnedEndpoint:
     def hold_to(self, now: float) -> None:
         """The clock was set, maybe back."""
         self.health.hold_to(now)
+        self.told = self.told.hold_to(now)
         for lane in self.lanes.values():
             lane.machine.hold_to(self.endpoint.retry, now)
 

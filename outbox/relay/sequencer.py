@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from outbox.core.operational import LAGGING_S, Lag, Next
 from outbox.errors import CursorBroken
 from outbox.relay.bell import Bell
 from outbox.relay.cursor import Cursor, Turn, tells_always, wants_nothing
@@ -108,6 +109,7 @@ class Sequencer:
         self._sequenced_at: deque[float] = deque(maxlen=self.thick_events)
         # Until then, producers that notified would hold up each other.
         self._crowd_until = 0.0
+        self._lag = Lag()
         # A leader that left something lying, and since when.
         self._suspect: tuple[Standing, float] | None = None
         # How often this replica took over from such a leader, and when it last did.
@@ -198,7 +200,21 @@ class Sequencer:
         turn = await self.cursor.turn()
         if self.cursor.awake:
             self._asleep_until = 0.0
+        if not self.cursor.leads:
+            self._lag.forget()
+        elif turn is not Turn.TAKEN:
+            await self._mind_lag()
         return turn
+
+    async def _mind_lag(self) -> None:
+        """Tell when events wait for too long although this replica sequences them."""
+        now = asyncio.get_running_loop().time()
+        match self._lag.turned(now, full=self.cursor.more):
+            case Next.LOOK if await self._store.tell_lagging(self._me):
+                self._lag.told()
+                log.warning("sequencing lags behind", longer_than_s=LAGGING_S)
+            case Next.END if await self._store.end_lagging(self._me):
+                self._lag.ended()
 
     def _by(self, at: float) -> float:
         """When to look, at the latest then: sooner for what is to be sent again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -9,6 +10,13 @@ import orjson
 
 from outbox.store.changes import change, write_journal
 from outbox.store.endpoint_changes import END_SUBSCRIPTION
+from outbox.store.operational import (
+    ENDPOINT_HAS_RECOVERED,
+    ENDPOINT_HAS_STALLED,
+    ENDPOINT_IS_HELD,
+    TELL_DISABLED,
+    WANTED,
+)
 from outbox.store.replicas import OWN_ROW, fence
 from outbox.store.survey import survey
 
@@ -19,26 +27,59 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.health import HealthRecord
+    from outbox.core.operational import Told
     from outbox.store.destinations import Endpoint
     from outbox.store.survey import Survey
 
-# Only in the owner's epoch, like a lane's progress.
-WRITE_HEALTH = f"""{fence("$9")},
+# Only in the owner's epoch, like a lane's progress.  The rows are locked before anything
+# is told of them, so that nothing is told that is not written then.  That an endpoint is
+# held is remembered only if somebody wanted to hear it, because only then its end is
+# told, too.
+WRITE_HEALTH = f"""{fence("$13")},
+w AS MATERIALIZED (
+    SELECT v.*, h.told_held_since AS was_held_since, h.told_stalled_at AS was_stalled_at
+      FROM fence, unnest($2::uuid[], $3::bigint[], $4::integer[], $5::text[], $6::timestamptz[],
+                         $7::timestamptz[], $8::jsonb[], $9::timestamptz[], $10::timestamptz[],
+                         $11::timestamptz[], $12::timestamptz[])
+           AS v(endpoint_id, epoch, resumes, state, since, held_until, last_answer,
+                told_held_since, told_stalled_at, stalled_since, disabled_at)
+      JOIN endpoint_health h ON h.endpoint_id = v.endpoint_id AND h.epoch = v.epoch
+       FOR NO KEY UPDATE OF h),
+told AS MATERIALIZED (
+    SELECT endpoint_id,
+           CASE WHEN told_held_since IS NOT NULL AND was_held_since IS NULL
+                THEN {ENDPOINT_IS_HELD} END AS held,
+           CASE WHEN told_held_since IS NULL AND was_held_since IS NOT NULL
+                THEN {ENDPOINT_HAS_RECOVERED} END AS recovered,
+           CASE WHEN told_stalled_at IS NOT NULL AND told_stalled_at IS DISTINCT FROM was_stalled_at
+                     AND stalled_since IS NOT NULL
+                THEN {ENDPOINT_HAS_STALLED} END AS stalled
+      FROM w WHERE {WANTED}),
 written AS (
     UPDATE endpoint_health h
-       SET state = v.state, since = v.since, held_until = v.held_until,
-           last_answer = v.last_answer, resumes = v.resumes
-      FROM fence, unnest($2::uuid[], $3::bigint[], $4::integer[], $5::text[], $6::timestamptz[],
-                         $7::timestamptz[], $8::jsonb[])
-           AS v(endpoint_id, epoch, resumes, state, since, held_until, last_answer)
-     WHERE h.endpoint_id = v.endpoint_id AND h.epoch = v.epoch
-    RETURNING h.endpoint_id, v.state, v.last_answer)
+       SET state = w.state, since = w.since, held_until = w.held_until,
+           last_answer = w.last_answer, resumes = w.resumes,
+           told_held_since = CASE WHEN told.held OR w.was_held_since IS NOT NULL
+                                  THEN w.told_held_since END,
+           told_stalled_at = w.told_stalled_at
+      FROM w LEFT JOIN told USING (endpoint_id)
+     WHERE h.endpoint_id = w.endpoint_id
+    RETURNING h.endpoint_id, h.state, h.last_answer)
 INSERT INTO journal (kind, actor, endpoint_id, data)
 SELECT 'endpoint_health', 'replica ' || $1::bigint, endpoint_id,
        jsonb_strip_nulls(jsonb_build_object(
            'state', state, 'last_answer', last_answer - 'body' - 'headers'))
   FROM written WHERE state <> 'recovering'
 """  # noqa: S608 (constants only)
+
+# Whether one of these lanes owes an ordinary event.
+READ_OWES_ORDINARY = """
+SELECT bool_or(holds_ordinary(lane.id, lane.floor_batch, lane.acked_seq + 1, c.last_seq))
+  FROM unnest($1::bigint[], $2::bigint[], $3::bigint[]) AS lane(id, floor_batch, acked_seq)
+ CROSS JOIN LATERAL (
+       SELECT last_seq FROM lane_counter
+        WHERE lane_id = lane.id ORDER BY last_seq DESC LIMIT 1) c
+"""
 
 # The owner itself, while its lease runs.
 LOCK_OWNERSHIP = f"""
@@ -90,6 +131,18 @@ Lanes: TypeAlias = "Sequence[tuple[int, int, int]]"
 """(lane, floor batch, acked number) of what an endpoint owes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is kept of an endpoint for its next owner."""
+
+    endpoint: Endpoint
+    epoch: int
+    health: HealthRecord
+    told: Told
+    stalled_since: float | None = None
+    """With the news of a stall: since when a lane has had no success, in epoch seconds."""
+
+
 class CareStore:
     """Endpoints as their owner looks after them, on one connection.
 
@@ -112,18 +165,28 @@ class CareStore:
         self._me = replica_id
         self._actor = f"replica {replica_id}"
 
-    async def write_health(self, rows: Sequence[tuple[Endpoint, int, HealthRecord]]) -> None:
-        """Keep (endpoint, epoch, health); rows of a lost endpoint write nothing."""
+    async def write_health(self, rows: Sequence[Kept]) -> None:
+        """Keep how endpoints are; of a lost one nothing is written, nor told."""
         await self._db.execute(
             WRITE_HEALTH,
             self._me,
-            [endpoint.id for endpoint, _, _ in rows],
-            [epoch for _, epoch, _ in rows],
-            [endpoint.resumes for endpoint, _, _ in rows],
-            [r.state for _, _, r in rows],
-            [datetime.fromtimestamp(r.since, UTC) for _, _, r in rows],
-            [r.held_until and datetime.fromtimestamp(r.held_until, UTC) for _, _, r in rows],
-            [r.last_answer and orjson.dumps(r.last_answer).decode() for _, _, r in rows],
+            [row.endpoint.id for row in rows],
+            [row.epoch for row in rows],
+            [row.endpoint.resumes for row in rows],
+            [row.health.state for row in rows],
+            [_time(row.health.since) for row in rows],
+            [_time(row.health.held_until) for row in rows],
+            [
+                row.health.last_answer and orjson.dumps(row.health.last_answer).decode()
+                for row in rows
+            ],
+            [_time(row.told.held_since) for row in rows],
+            [_time(row.told.stalled_at) for row in rows],
+            [_time(row.stalled_since) for row in rows],
+            [
+                row.stalled_since and _time(row.stalled_since + row.endpoint.disable_after_s)
+                for row in rows
+            ],
             self._timeline,
         )
 
@@ -145,11 +208,19 @@ class CareStore:
             await self._db.execute(END_SUBSCRIPTION, endpoint_id, from_batch)
             data = {"why": why, "to_batch": from_batch, **told}
             await write_journal(self._db, "endpoint_disabling", self._actor, endpoint_id, data)
+            answer = told.get("last_answer") or {}
+            await self._db.execute(
+                TELL_DISABLED, endpoint_id, answer.get("status"), answer.get("failure")
+            )
         return True
 
     async def survey(self) -> Survey:
         """A look at the database as a whole."""
         return await survey(self._db)
+
+    async def owes_ordinary(self, lanes: Lanes) -> bool:
+        """Whether one of these lanes owes an ordinary event."""
+        return bool(await self._db.fetchval(READ_OWES_ORDINARY, *_columns(lanes)))
 
     async def over_count(self, lanes: Lanes, excess: int) -> dict[int, int]:
         """Up to which number each lane must go so that `excess` deliveries fewer are owed."""
@@ -160,6 +231,10 @@ class CareStore:
         """Up to which number each lane owes what is older than that."""
         rows = await self._db.fetch(READ_OVER_AGE, *_columns(lanes), age_max_s)
         return {r["lane_id"]: r["seq"] for r in rows}
+
+
+def _time(at: float | None) -> datetime | None:
+    return None if at is None else datetime.fromtimestamp(at, UTC)
 
 
 def _columns(lanes: Lanes) -> list[list[int]]:

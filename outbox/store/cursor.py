@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from asyncpg import Range as PgRange
 
 from outbox.core.gaps import CursorState, Holders, Range, Step
+from outbox.core.operational import LAGGING_EVERY_S, LAGGING_S
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store import timeline
 from outbox.store.filters import FilterStore
 from outbox.store.lanes import EVENT, READ_COUNTERS, delivery_of
 from outbox.store.notify import WAKE_OWNERS
+from outbox.store.operational import END_LAGGING, TELL_LAGGING
 from outbox.store.reading import AWAKE, HOLDERS, READ, READ_RUNNING, reading_of
 from outbox.store.records import Fenced
 from outbox.store.replaying import ReplayingStore
@@ -366,6 +368,20 @@ class CursorStore:
             return replace(lock, timeline=lock.server_timeline)
         await timeline.begin(self._db, lock.batch + 1, lock.timeline, lock.server_timeline, actor)
         return replace(lock, timeline=lock.server_timeline, version=lock.version + 1)
+
+    async def tell_lagging(self, leader: int) -> bool:
+        """Tell that events have waited for too long, if they have; whether it was told.
+
+        Not if another one leads, or soon after it was told before.
+        """
+        told = await self._db.fetchval(
+            TELL_LAGGING, leader, LAGGING_S, LAGGING_EVERY_S, self._timeline
+        )
+        return told is not None
+
+    async def end_lagging(self, leader: int) -> bool:
+        """Remember that they do not any more; False: the row is taken just now."""
+        return await self._db.fetchval(END_LAGGING, leader) is not None
 
     async def set_wakeup(self, value: int) -> None:
         """Set the wake-up flag; only while holding the cursor row."""

@@ -10,12 +10,14 @@ import orjson
 from outbox.core import headers, statuses
 from outbox.core.answer import RETRYABLE
 from outbox.core.health import HealthRecord, State
+from outbox.core.operational import Told
 from outbox.core.retry import STANDARD, RetryPolicy
 from outbox.core.signature import parse_secret
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
@@ -30,7 +32,7 @@ SELECT e.id, e.name, e.state, e.url, e.method, e.headers::text AS headers,
        e.on_dead_letter, e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s,
        e.generation, e.resumes,
        h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
-       h.last_answer::text AS last_answer,
+       h.last_answer::text AS last_answer, h.told_held_since, h.told_stalled_at,
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
                 AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
@@ -69,6 +71,8 @@ class Endpoint:
     """The same, as its last owner knew it."""
     health: HealthRecord
     """As its last owner left it."""
+    told: Told
+    """What operational events told of it, and is not over."""
     problem: str | None = None
     """Why it cannot be used as it is set up."""
 
@@ -130,8 +134,13 @@ def _endpoint(row: Any) -> Endpoint:
         health=HealthRecord(
             State(row["health"]),
             row["since"].timestamp(),
-            row["held_until"] and row["held_until"].timestamp(),
+            _seconds(row["held_until"]),
             row["last_answer"] and orjson.loads(row["last_answer"]),
         ),
+        told=Told(_seconds(row["told_held_since"]), _seconds(row["told_stalled_at"])),
         problem=problem,
     )
+
+
+def _seconds(at: datetime | None) -> float | None:
+    return None if at is None else at.timestamp()

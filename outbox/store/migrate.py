@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _GO_ON_WORKING = re.compile(r"-- Programs of version ([0-9]+) go on working\.\n")
 
-PAYLOAD_BYTES_RANGE = (1024, 67_108_864)
+PAYLOAD_BYTES_RANGE = (1536, 67_108_864)
 """What `set_payload_bytes_max` takes."""
 
 # One migrator at a time for each schema; the lock goes with the transaction.

@@ -16,6 +16,13 @@ import orjson
 
 from outbox.core.request import Delivery
 from outbox.core.steps import DeadRange
+from outbox.store.operational import (
+    IS_ORDINARY,
+    LANE_IS_BLOCKED,
+    LETTER_COLUMNS,
+    LETTER_CREATED,
+    WANTED,
+)
 from outbox.store.replicas import fence
 
 if TYPE_CHECKING:
@@ -47,7 +54,8 @@ SELECT a.*, $1 FROM fence, {_ATTEMPTS}
 # of the same reason makes that one longer: a backlog is cut again and again.  For a
 # while only, because a range is as old as its beginning, and one that never grew old
 # would keep its events for ever.  And not one that an operator is just deciding about,
-# for whom no acknowledgement waits.
+# for whom no acknowledgement waits.  What is new of it is told, and of a range that
+# grows only its first ordinary event.
 WRITE_RECORDS = f"""{fence("$42")},
 moved AS (
     UPDATE lane_progress p
@@ -80,9 +88,9 @@ given_up AS (
                 backfill_id)
            USING (lane_id)),
 followed AS MATERIALIZED (
-    SELECT x.id, g.to_seq
+    SELECT x.id, x.lane_id, x.batch, x.seq, x.to_seq AS was_to_seq, g.to_seq
       FROM given_up g CROSS JOIN LATERAL (
-           SELECT id, to_seq, outbox_id, reason, state, began_at
+           SELECT id, lane_id, batch, seq, to_seq, outbox_id, reason, state, began_at
              FROM dead_letter
             WHERE lane_id = g.lane_id AND seq < g.seq
             ORDER BY seq DESC LIMIT 1 FOR NO KEY UPDATE SKIP LOCKED) x
@@ -92,7 +100,7 @@ followed AS MATERIALIZED (
 extended AS (
     UPDATE dead_letter x SET to_seq = f.to_seq, at = clock_timestamp()
       FROM followed f WHERE x.id = f.id
-    RETURNING x.lane_id),
+    RETURNING x.lane_id, x.endpoint_id, x.event_id, x.type, x.reason, x.attempts, x.last_answer),
 buried AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
            last_answer, outbox_id, event_id, tenant, type, key, payload, headers,
@@ -100,15 +108,31 @@ buried AS (
     SELECT lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
            last_answer, outbox_id, event_id, tenant, type, key, payload, headers,
            published_at, expires_at, backfill_id, $1
-      FROM given_up WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)),
+      FROM given_up WHERE outbox_id IS NOT NULL OR lane_id NOT IN (SELECT lane_id FROM extended)
+    RETURNING {LETTER_COLUMNS}),
 blocked AS (
-    INSERT INTO lane_block (lane_id, seq) SELECT lane_id, seq FROM given_up WHERE blocks),
-told AS (
+    INSERT INTO lane_block (lane_id, seq) SELECT lane_id, seq FROM given_up WHERE blocks
+    RETURNING lane_id),
+noted AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
     SELECT 'backlog_given_up', 'replica ' || $1::bigint, endpoint_id,
            jsonb_build_object('lane', lane_id, 'from', seq, 'to', to_seq)
-      FROM given_up WHERE outbox_id IS NULL)
-SELECT lane_id FROM moved
+      FROM given_up WHERE outbox_id IS NULL),
+news AS MATERIALIZED (
+    SELECT * FROM buried x WHERE {WANTED} AND {IS_ORDINARY}
+     UNION ALL
+    SELECT f.id, f.lane_id, e.endpoint_id, f.batch, f.seq, f.to_seq, e.event_id, e.type, e.reason,
+           e.attempts, e.last_answer
+      FROM followed f JOIN extended e USING (lane_id)
+     WHERE {WANTED} AND NOT holds_ordinary(f.lane_id, f.batch, f.seq, f.was_to_seq)
+       AND holds_ordinary(f.lane_id, f.batch, f.was_to_seq + 1, f.to_seq)),
+told AS MATERIALIZED (
+    SELECT {LETTER_CREATED}
+      FROM news x JOIN lane l ON l.id = x.lane_id
+     UNION ALL
+    SELECT {LANE_IS_BLOCKED}
+      FROM news x JOIN blocked USING (lane_id) JOIN lane l ON l.id = x.lane_id)
+SELECT lane_id, (SELECT count(*) FROM told) AS told FROM moved
 """  # noqa: S608 (constants only)
 
 # Checkpoints move forward only, and only in the owner's epoch.
@@ -144,19 +168,24 @@ buried AS (
     INSERT INTO dead_letter (lane_id, endpoint_id, batch, seq, to_seq, reason, attempts,
                              replica_id)
     SELECT lane_id, endpoint_id, floor_batch, seq, to_seq, ended.state, 0, $1 FROM owed, ended
-     ORDER BY lane_id),
+     ORDER BY lane_id
+    RETURNING {LETTER_COLUMNS}),
 unblocked AS (
     DELETE FROM lane_block b USING ended, lane l
      WHERE l.endpoint_id = ended.id AND b.lane_id = l.id),
 forgotten AS (
     DELETE FROM endpoint_secret s USING ended
      WHERE s.endpoint_id = ended.id AND ended.state = 'removed'),
-told AS (
+noted AS (
     INSERT INTO journal (kind, actor, endpoint_id, data)
     SELECT 'endpoint_' || ended.state, 'replica ' || $1::bigint, ended.id,
            jsonb_build_object('given_up', (SELECT coalesce(sum(to_seq - seq + 1), 0) FROM owed))
-      FROM ended)
-SELECT count(*) FROM fence
+      FROM ended),
+told AS MATERIALIZED (
+    SELECT {LETTER_CREATED}
+      FROM buried x JOIN lane l ON l.id = x.lane_id
+     WHERE {WANTED} AND {IS_ORDINARY})
+SELECT count(*) AS held, (SELECT count(*) FROM told) AS told FROM fence
 """  # noqa: S608 (constants only)
 
 

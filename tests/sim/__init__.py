@@ -6,7 +6,8 @@
     receivers     the network to the receivers, and what these do
     producers     the application; operators: people
     faults        what goes wrong; moments: when it hurts most
-    checks        what must hold at every step; rest: at the end; books: what they go by
+    checks        what must hold at every step; rest: at the end; books: what they go by;
+                  timetable, replayed, operational: of what they say in their names
     mutants       known mistakes, each of which must be caught
     fleet         the relays' processes
     simulation    one seed, from the set-up to the verdict; hunt: many of them

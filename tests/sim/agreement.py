@@ -15,6 +15,7 @@ from outbox.config import Settings
 from outbox.core.answer import Answer, Verdict
 from outbox.core.health import HealthRecord, State
 from outbox.core.lane import Lane
+from outbox.core.operational import Told
 from outbox.core.retry import RetryPolicy
 from outbox.core.steps import Record, Send
 from outbox.core.ticks import ScheduleSettings
@@ -30,7 +31,7 @@ from outbox.store import (
     schedule_changes,
 )
 from outbox.store.backfill import Backfill
-from outbox.store.care import CareStore
+from outbox.store.care import CareStore, Kept
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
@@ -106,7 +107,7 @@ class Script:
             (10, self._deliver), (3, self._checkpoint), (2, self._news), (1, self._release),
             (1, self._bury), (2, self._lapse_or_renew), (1, self._leave_the_lead),
             (2, self._operate), (1, self._health), (1, self._care), (1, self._finish),
-            (1, self._plan), (2, self._tick),
+            (1, self._plan), (2, self._tick), (2, self._lag),
         ]  # fmt: skip
         for _ in range(steps):
             ((_, act),) = self._rng.choices(acts, [weight for weight, _ in acts])
@@ -156,6 +157,13 @@ class Script:
         state = await cursor._store.state()
         standing = await cursor._store.standing(self._rng.choice(self._ids))
         return turn, state, standing, self._batches.copy()
+
+    async def _lag(self) -> Any:
+        """Everything that waits has waited for too long, and may be told of at once."""
+        me, store = self._rng.choice(self._ids), CursorStore(self._db)
+        if self._rng.random() < 0.5:
+            return await store.end_lagging(me)
+        return await store.tell_lagging(me)
 
     async def _leave_the_lead(self) -> Any:
         await self._cursors[self._rng.choice(self._ids)].leave()
@@ -300,9 +308,15 @@ class Script:
         for endpoint in await self._lanes.endpoints(sorted(self._owner, key=self._n)):
             record = HealthRecord(State.FAILING, STARTED_AT, None, {"status": 503})
             me, epoch = self._owner[endpoint.id], self._epochs[endpoint.id]
-            await CareStore(self._db, SCHEMA, me).write_health([(endpoint, epoch, record)])
+            since = self._rng.choice((None, STARTED_AT))
+            told = Told(since, self._rng.choice((None, since, STARTED_AT + 1)))
+            kept = Kept(endpoint, epoch, record, told, STARTED_AT - 90_000)
+            await CareStore(self._db, SCHEMA, me).write_health([kept])
         return sorted(
-            (self._n(e.id), e.state, e.health.state.value, e.generation, e.resumes, e.obeyed)
+            (
+                *(self._n(e.id), e.state, e.health.state.value, e.generation, e.resumes, e.obeyed),
+                *(e.told.held_since is not None, e.told.stalled_at is not None),
+            )
             for e in await self._lanes.endpoints(self._side.endpoint_ids)
         )
 
@@ -312,7 +326,11 @@ class Script:
         if not lanes:
             return None
         care = CareStore(self._db, SCHEMA, self._rng.choice(self._ids))
-        return await care.over_count(lanes, 3), await care.over_age(lanes, 1000.0)
+        return (
+            await care.over_count(lanes, 3),
+            await care.over_age(lanes, 1000.0),
+            await care.owes_ordinary(lanes),
+        )
 
     async def _finish(self) -> Any:
         said = []

@@ -38,6 +38,8 @@ class Attempt:
     version: int
     is_replay: bool
     began_at: float
+    kind: str
+    """The event's type."""
     again: bool = False
     """Its receiver had processed it before."""
 

@@ -14,6 +14,7 @@ import orjson
 
 from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Violation
+from tests.sim.operational import RESERVED, Operational
 from tests.sim.replayed import Replayed
 from tests.sim.timetable import Timetable
 
@@ -107,6 +108,7 @@ class Checker:
         self.pauses: dict[UUID, float] = {}
         self.timetable = Timetable(self, late_s)
         self.replayed = Replayed(database, lambda event_id: batch_of(self, event_id))
+        self.operational = Operational(database, lambda: world.now)
         database.on_commit.append(self._committed)
 
     # ------------------------------------------------------------- the tables
@@ -154,6 +156,7 @@ class Checker:
         if owned:
             self._claimed(owned)
         self.timetable.committed(tx)
+        self.operational.committed(tx)
 
     def know(self, lane: dict[str, Any]) -> None:
         """A lane was made."""
@@ -214,7 +217,7 @@ class Checker:
             self.in_batch[each.outbox_id] = batch.batch
             self._not_before(each.outbox_id, batch)
             self._in_time(each.outbox_id)
-            if event.key is not None:
+            if event.key is not None and not event.type.startswith(RESERVED):
                 version = orjson.loads(event.payload)["v"]
                 if version <= book.versions.get(event.key, 0):
                     raise Violation("order", f"lane {lane_id}: {event.key} v{version} comes late")
@@ -296,10 +299,12 @@ class Checker:
             int(told["x-attempt"]),
             told["x-delivery"],
             body["id"],
-            data["k"],
-            data["v"],
+            # Those of the relay are of no key that is counted.
+            data.get("k"),
+            data.get("v", 0),
             "replay_of" in body or "backfill" in body,
             self.world.now,
+            body["type"],
         )
         self.moments.come(moments.REQUEST, process.name)
         self._check_begin(book, attempt)
@@ -376,6 +381,8 @@ class Checker:
             book = self.lanes[attempt.lane]
             book.finish(attempt.seq)
             book.done_at[attempt.seq] = self.world.now
+        else:
+            self.operational.failed(attempt.endpoint_id, attempt.kind)
 
     @reports
     def processed(self, attempt: Attempt) -> None:

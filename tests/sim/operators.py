@@ -16,6 +16,7 @@ from outbox.store import (
     endpoint_changes,
     endpoint_states,
     jobs,
+    operational,
     replays,
     schedule_changes,
 )
@@ -177,6 +178,7 @@ class Operator:
                 await connection.execute(end, found.id, from_batch)
                 set_state = endpoint_states.SET_STATE
                 await connection.execute(set_state, found.id, "disabling", actor, None)
+                await connection.execute(operational.TELL_DISABLED, found.id, None, None)
 
         await self._try(command)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tests.sim.books import Violation
+from tests.sim.operational import wanted_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,7 +136,7 @@ class Replayed:
         types = db.endpoint.rows[part["endpoint_id"]]["types"]
         for event in db.outbox.values():
             covered = part["first_id"] <= event.id <= part["last_id"]
-            wanted = event.type in types or "**" in types
+            wanted = wanted_by(types, event.type)
             late = any(gap.lower <= event.id < gap.upper for gap in job["gaps"])
             asked = covered and wanted and event.created_at >= job["since"] and not late
             if asked and event.id not in given:

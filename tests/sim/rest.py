@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from tests.sim.books import Violation
 from tests.sim.checks import batch_of
+from tests.sim.operational import wanted_by
 
 if TYPE_CHECKING:
     from tests.sim.books import LaneBook
@@ -68,7 +69,7 @@ def _sequenced(checker: Checker, event: Event) -> None:
     db = checker.database
     batch = batch_of(checker, event.id)
     for s in db.subscription.rows.values():
-        wanted = event.type in s["types"] or "**" in s["types"]
+        wanted = wanted_by(s["types"], event.type)
         ended = s["to_batch"] is not None and batch >= s["to_batch"]
         if not wanted or ended or batch < s["from_batch"]:
             continue

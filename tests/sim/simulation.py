@@ -133,6 +133,8 @@ class Simulation:
             self.tell,
         )
         self.settling = False
+        # Whether somebody may ask for operational events.
+        self._operational = rng.random() < 0.5
         self._replicas = rng.choice((1, 2, 2, 3, 3))
         self._peace_at = during_s - SETTLE_LEASES * lease_s - 300
         self._ends_at = during_s
@@ -160,7 +162,11 @@ class Simulation:
         settings = EndpointSettings(
             name=f"e{n}",
             url=f"http://receiver-{n}.test/",
-            types=rng.choice((("**",), ("t0.changed", "t1.changed"))),
+            types=rng.choice(
+                (("**",), ("t0.changed", "t1.changed"), ("outbox.**",), ("**", "outbox.**"))
+                if self._operational
+                else (("**",), ("t0.changed", "t1.changed"))
+            ),
             retry=retry,
             total_timeout_s=rng.choice((5.0, 15.0, 2 * self.settings.lease_s)),
             on_dead_letter=rng.choice(("continue", "continue", "block")),
@@ -168,8 +174,10 @@ class Simulation:
             backlog_age_max_s=rng.choice((None, None, 600.0)),
             lanes=rng.choice((1, 1, 2, 3)),
         )
-        for lane in endpoints.add(self.database, UUID(int=rng.getrandbits(128)), settings):
+        endpoint_id = UUID(int=rng.getrandbits(128))
+        for lane in endpoints.add(self.database, endpoint_id, settings):
             self.checker.know(lane)
+        self.checker.operational.know(endpoint_id, settings.types)
         self.receivers[settings.url] = Receiver(
             settings.name, busy=rng.choice((0.0, 0.05, 0.3)), slow_s=rng.choice((0.01, 0.5))
         )

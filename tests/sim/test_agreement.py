@@ -6,6 +6,7 @@ import random
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pytest
 
 from outbox.core.endpoint import EndpointSettings
@@ -31,6 +32,9 @@ SETTINGS = [
     ),
     EndpointSettings(
         name="e2", url="http://e2.test/", lanes=3, retry=POLICY, on_dead_letter="block"
+    ),
+    EndpointSettings(
+        name="e3", url="http://e3.test/", lanes=2, types=("t1.*", "outbox.**"), retry=POLICY
     ),
 ]
 STEPS = 150
@@ -58,7 +62,7 @@ TABLES = {
                              p.why FROM replay_part p
                       JOIN endpoint e ON e.id = p.endpoint_id ORDER BY 1, 2""",
     "replica": "SELECT id, renewals FROM replica ORDER BY 1",
-    "cursor": "SELECT writer, version FROM cursor",
+    "cursor": "SELECT writer, version, lagging FROM cursor",
     "gap": "SELECT lo, hi FROM gap ORDER BY 1",
     "batch": "SELECT batch, high, lanes FROM batch ORDER BY 1",
     "delivery": """SELECT lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
@@ -115,13 +119,16 @@ class RealSide:
     async def spreads(self) -> dict[str, int]:
         rows = await self._db.fetch(
             "SELECT k, hashtextextended(k, 0) & 9223372036854775807 AS spread "
-            "FROM unnest('{k0,k1,k2,k3}'::text[]) k"
+            "FROM unnest('{k0,k1,k2,k3}'::text[] || $1::text[]) k",
+            [str(each) for each in self.endpoint_ids],
         )
         return {r["k"]: r["spread"] for r in rows}
 
     async def tables(self) -> dict[str, Any]:
         found = {name: await self._db.fetch(sql) for name, sql in TABLES.items()}
-        return {name: [tuple(row) for row in rows] for name, rows in found.items()}
+        events = await self._db.fetch("SELECT id, type, key, payload FROM outbox ORDER BY id")
+        outbox = {"outbox": [(*row[:-1], stripped(row["payload"])) for row in events]}
+        return outbox | {name: [tuple(row) for row in rows] for name, rows in found.items()}
 
 
 class SimulatedSide:
@@ -199,7 +206,8 @@ class SimulatedSide:
                 for p in db.replay_part.rows.values()
             ),
             "replica": rows(db.replica, "id", "renewals"),
-            "cursor": rows(db.cursor, "writer", "version"),
+            "cursor": rows(db.cursor, "writer", "version", "lagging"),
+            "outbox": [(e.id, e.type, e.key, stripped(e.payload)) for e in db.outbox.values()],
             "gap": rows(db.gap, "lo", "hi"),
             "batch": [(b.batch, b.high, list(b.lanes)) for b in db.batches],
             "delivery": sorted((i, *g) for i, given in db.deliveries.items() for g in given),
@@ -211,6 +219,13 @@ class SimulatedSide:
                 for a in tried
             ),
         }
+
+
+def stripped(payload: str) -> dict[str, Any]:
+    """Without what differs from one server to another."""
+    told = orjson.loads(payload)
+    differs = {"at", "since", "held_since", "will_be_disabled_at", "event", "waiting_s"}
+    return {name: value for name, value in told.items() if name not in differs}
 
 
 @pytest.mark.parametrize("n", range(6))

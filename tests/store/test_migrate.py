@@ -330,8 +330,8 @@ async def test_the_payload_limit_is_a_setting(database: Database) -> None:
             await connection.execute(insert, limit - 1)
         assert caught.value.constraint_name == f"payload_must_be_at_most_{limit}_bytes"
     assert await connection.fetchval("SELECT payload_bytes_max()") == 300_000
-    for bad in (0, 1023, 67_108_865):
-        with pytest.raises(UsageError, match="payload limit must be between 1024 and 67108864"):
+    for bad in (0, 1535, 67_108_865):
+        with pytest.raises(UsageError, match="payload limit must be between 1536 and 67108864"):
             await migrate(connection, "relay", payload_bytes_max=bad)
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from outbox.core.gaps import Step
 from outbox.core.sequencing import Deliveries
-from outbox.core.steps import AttemptRow, DeadLetter, Gone, Progress, Record
+from outbox.core.steps import AttemptRow, DeadLetter, DeadRange, Gone, Progress, Record
 from outbox.relay.connections import SESSION_SETTINGS
 from outbox.store import (
     care,
@@ -26,6 +26,7 @@ from outbox.store import (
     destinations,
     endpoints,
     lanes,
+    operational,
     reading,
     records,
     replaying,
@@ -355,6 +356,37 @@ async def _group_with_a_dead_letter(log: LongLog) -> Case:
     return Case(*await _written(log, group), 30, 60 * 10)
 
 
+WANTED = "UPDATE subscription SET types = types || '{outbox.**}'::text[]"
+ASKED_BEFORE = f"{WANTED}; SELECT announce('outbox.x', NULL, '{{}}'), holds_ordinary(0, 0, 0, 0)"
+"""The server reads the functions' bodies once in a session, and plans what is in them."""
+
+
+async def _group_with_a_range_that_is_told(log: LongLog) -> Case:
+    """The first of its numbers decides; it is not gone through.
+
+    Of two lanes only: what is rolled back still makes the indexes of letters grow.
+    """
+    ids = log.lanes_of(0)[:2]
+    dead = DeadRange(batch_of(STUCK + 1), STUCK + 1, NUMBERS, "backlog", 0, None)
+    progress = Progress(acked_seq=NUMBERS, floor_batch=BATCHES - 1)
+    group = [Record(lane, NUMBERS, None, progress, dead) for lane in ids]
+    return Case(*await _written(log, group), 80, 300 * len(ids), before=(ASKED_BEFORE,))
+
+
+async def _whether_lanes_owe_ordinary_events(log: LongLog) -> Case:
+    ids = log.lanes_of(0)[:10]
+    pages = 70 * len(ids)
+    return Case(care.READ_OWES_ORDINARY, _stuck(log), 2 * len(ids), pages, before=(ASKED_BEFORE,))
+
+
+async def _lag(log: LongLog) -> Case:
+    partitions = {"batch": NEWEST, "outbox": NEWEST}
+    leads = "UPDATE cursor SET writer = 1"
+    # Everything is late.
+    arguments = (1, -1e6, 600.0, None)
+    return Case(operational.TELL_LAGGING, arguments, 10, 150, partitions, (leads, ASKED_BEFORE))
+
+
 async def _checkpoints(log: LongLog) -> Case:
     heard = Heard()
     store = records.RecordStore(heard, log.replica, timeline=1)
@@ -420,6 +452,9 @@ RELAY = {
         _last_batch,
         _group,
         _group_with_a_dead_letter,
+        _group_with_a_range_that_is_told,
+        _whether_lanes_owe_ordinary_events,
+        _lag,
         _checkpoints,
         _endpoints_of_an_owner,
         _backlog_over_its_count,

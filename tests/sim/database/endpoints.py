@@ -30,6 +30,8 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "id": endpoint_id,
         "name": settings.name,
         "state": "active",
+        "state_by": None,
+        "state_why": None,
         **subscription,
         "url": settings.url,
         "method": settings.method,
@@ -55,6 +57,8 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "resumes": 0,
         "held_until": None,
         "last_answer": None,
+        "told_held_since": None,
+        "told_stalled_at": None,
     }
     db.subscription.rows[endpoint_id, 1] = {
         "endpoint_id": endpoint_id,

@@ -62,6 +62,7 @@ class Transaction:
 
     __slots__ = (
         "appends",
+        "began_at",
         "committing",
         "explicit",
         "failed",
@@ -82,6 +83,7 @@ class Transaction:
         self.server = server
         self.vxid = vxid
         self.explicit = explicit
+        self.began_at = server.world.now
         self.writes: dict[Table, dict[Any, Row | None]] = {}
         # Of append-only tables: done when it commits.
         self.appends: list[Callable[[], None]] = []

@@ -124,7 +124,13 @@ class Database(Engine):
         self.wakeup_on_disk = AWAKE
         # -------------------------------------------------------- the relay
         self.cursor = Table("cursor")
-        self.cursor.rows[1] = {"writer": None, "version": 1, "erasures": 0}
+        self.cursor.rows[1] = {
+            "writer": None,
+            "version": 1,
+            "erasures": 0,
+            "lagging": False,
+            "lagging_at": None,
+        }
         self.gap = Table("gap")
         self.endpoint = Table("endpoint")
         self.endpoint_health = Table("endpoint_health")

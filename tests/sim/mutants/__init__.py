@@ -1,12 +1,22 @@
 """Known mistakes, by the part of the relay that they are made in."""
 
-from tests.sim.mutants import cursor, lanes, ownership, records, replays, retention, schedules
+from tests.sim.mutants import (
+    cursor,
+    lanes,
+    operational,
+    ownership,
+    records,
+    replays,
+    retention,
+    schedules,
+)
 from tests.sim.mutants.catalogue import MUTANTS
 
 __all__ = [
     "MUTANTS",
     "cursor",
     "lanes",
+    "operational",
     "ownership",
     "records",
     "replays",

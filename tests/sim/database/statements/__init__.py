@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store import care as care_store
 from outbox.store import cursor, replicas
+from outbox.store import operational as operational_store
 from outbox.store import records as record_store
 from tests.sim.database.statements import (
     care,
     lanes,
+    operational,
     operators,
     ownership,
     records,
@@ -35,6 +37,7 @@ __all__ = [
     "answer",
     "care",
     "lanes",
+    "operational",
     "operators",
     "ownership",
     "records",
@@ -57,6 +60,7 @@ FENCED = {
     replicas.FREE_SOME,
     replicas.CLAIM,
     cursor.WRITE_BATCH,
+    operational_store.TELL_LAGGING,
 }
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store import care, changes, survey
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait
+from tests.sim.database.statements.operational import holds_ordinary, tell_health
 from tests.sim.database.statements.ownership import fence, journal
 from tests.sim.database.statements.registry import answers
 
@@ -15,6 +16,16 @@ if TYPE_CHECKING:
 
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
+
+_HEALTH = (
+    "resumes",
+    "state",
+    "since",
+    "held_until",
+    "last_answer",
+    "told_held_since",
+    "told_stalled_at",
+)
 
 
 @answers(changes.LOCK_CURSOR)
@@ -44,13 +55,15 @@ def write_journal(
 def write_health(db: Database, tx: Transaction, me: int, *columns: Any) -> Steps:
     if not (yield from fence(db, tx, me)):
         return "INSERT 0 0"
-    for endpoint_id, epoch, resumes, state, since, held_until, last in zip(*columns, strict=True):
+    for endpoint_id, epoch, *values, stalled_since, disabled_at in zip(*columns, strict=True):
         yield Wait(db.endpoint_health, endpoint_id, UPDATE)
         h = tx.get(db.endpoint_health, endpoint_id)
         assert h is not None
         if h["epoch"] == epoch:
-            new = {"resumes": resumes, "state": state, "since": since, "held_until": held_until}
-            tx.change(db.endpoint_health, endpoint_id, **new, last_answer=last)
+            new = dict(zip(_HEALTH, values, strict=True))
+            stalled = {"since": stalled_since, "until": disabled_at}
+            new["told_held_since"] = yield from tell_health(db, tx, h, new, stalled)
+            tx.change(db.endpoint_health, endpoint_id, **new)
     return f"INSERT 0 {len(columns[0])}"
 
 
@@ -59,6 +72,21 @@ def look_around(db: Database, tx: Transaction) -> list[Row]:
     # Numbers for people: nothing is decided by them.
     ages = {"gap_age_s": None, "horizon_age_s": None}
     return [{"dead_letters": len(list(tx.rows(db.dead_letter))), **ages, "alive": 1, "lapsed": 0}]
+
+
+@answers(care.READ_OWES_ORDINARY)
+def read_owes_ordinary(
+    db: Database,
+    tx: Transaction,
+    lane_ids: Sequence[int],
+    floors: Sequence[int],
+    acked: Sequence[int],
+) -> list[Row]:
+    owes = [
+        holds_ordinary(db, lane_id, seq + 1, db.lane_counter.rows[lane_id]["last_seq"])
+        for lane_id, seq in zip(lane_ids, acked, strict=True)
+    ]
+    return [{"bool_or": any(owes) if owes else None}]
 
 
 @answers(care.LOCK_OWNERSHIP)

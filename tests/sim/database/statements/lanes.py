@@ -59,6 +59,8 @@ def read_endpoints(db: Database, tx: Transaction, endpoint_ids: Sequence[UUID]) 
             "since": h["since"],
             "held_until": h["held_until"],
             "last_answer": h["last_answer"],
+            "told_held_since": h["told_held_since"],
+            "told_stalled_at": h["told_stalled_at"],
             "secrets": [(e["secret"], None)],
         }
         found.append({**e, **health})

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store import records
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
+from tests.sim.database.statements.operational import holds_ordinary, tell_letter
 from tests.sim.database.statements.ownership import fence, journal
 from tests.sim.database.statements.registry import answers
 from tests.sim.database.tables import Tried
@@ -103,11 +104,11 @@ def write_records(db: Database, tx: Transaction, me: int, *columns: Any) -> Step
     for given_up in zip(*columns[_ATTEMPT_COLUMNS + _PROGRESS_COLUMNS :], strict=True):
         dead = dict(zip(_DEAD, given_up, strict=True))
         if dead["lane_id"] in moved:
-            bury(db, tx, dead, moved[dead["lane_id"]])
+            yield from bury(db, tx, dead, moved[dead["lane_id"]])
     return [{"lane_id": lane_id} for lane_id in moved]
 
 
-def bury(db: Database, tx: Transaction, dead: Row, endpoint_id: UUID) -> None:
+def bury(db: Database, tx: Transaction, dead: Row, endpoint_id: UUID) -> Steps:
     """A dead letter, or a longer one."""
     lane_id, blocks = dead["lane_id"], dead.pop("blocks")
     if dead["outbox_id"] is None:
@@ -125,7 +126,9 @@ def bury(db: Database, tx: Transaction, dead: Row, endpoint_id: UUID) -> None:
             and last["began_at"] > db.wall() - records.RANGE_GROWS_S
             and tx.try_lock(db.dead_letter, last["id"], UPDATE)
         ):
-            tx.change(db.dead_letter, last["id"], to_seq=dead["to_seq"], at=db.wall())
+            longer = tx.change(db.dead_letter, last["id"], to_seq=dead["to_seq"], at=db.wall())
+            if not holds_ordinary(db, lane_id, last["seq"], last["to_seq"]):
+                yield from tell_letter(db, tx, longer)
             return
     new = db.serial(db.dead_letter)
     times = {"began_at": db.wall(), "at": db.wall()}
@@ -133,6 +136,7 @@ def bury(db: Database, tx: Transaction, dead: Row, endpoint_id: UUID) -> None:
     tx.put(db.dead_letter, new, row)
     if blocks:
         tx.put(db.lane_block, lane_id, {"lane_id": lane_id, "seq": dead["seq"]})
+    yield from tell_letter(db, tx, row, blocks=blocks)
 
 
 @answers(records.WRITE_CHECKPOINTS)
@@ -183,6 +187,7 @@ def finish(
         return [{"count": 1}]
     state = "removed" if e["state"] == "removing" else "disabled"
     tx.change(db.endpoint, endpoint_id, state=state)
+    buried: list[Row] = []
     for lane_id, seq in zip(lane_ids, acked, strict=True):
         yield Wait(db.lane_progress, lane_id, UPDATE)
         counter = tx.get(db.lane_counter, lane_id)
@@ -204,6 +209,7 @@ def finish(
             row = {**owed, "id": new, "endpoint_id": endpoint_id, "state": "dead"}
             row |= {"began_at": db.wall(), "at": db.wall()}
             tx.put(db.dead_letter, new, row)
+            buried.append(row)
             tx.change(
                 db.lane_progress,
                 lane_id,
@@ -222,4 +228,6 @@ def finish(
             yield Wait(db.lane_block, block["lane_id"], EXCLUSIVE)
             tx.put(db.lane_block, block["lane_id"], None)
     journal(db, tx, f"endpoint_{state}", f"replica {me}", endpoint_id, {})
+    for row in buried:
+        yield from tell_letter(db, tx, row)
     return [{"count": 1}]

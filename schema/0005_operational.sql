@@ -1,0 +1,74 @@
+-- Operational events: what the relay tells about itself, as events in its own outbox.
+--
+-- They are written by the statement that makes the change they tell of, and only while
+-- somebody wants them.  Which changes are told is said in outbox/core/operational.py.
+
+-- Whether a subscription names operational events at all.
+CREATE FUNCTION names_operational(types text[]) RETURNS boolean
+LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
+    SELECT EXISTS (SELECT FROM unnest(types) AS t(pattern) WHERE t.pattern LIKE 'outbox.%')
+$$;
+
+-- Mostly empty: so that it costs a look at one page to find that nobody wants them.
+CREATE INDEX subscription_operational ON subscription (endpoint_id)
+ WHERE to_batch IS NULL AND names_operational(types);
+
+-- Whether there is an ordinary event among some numbers of a lane; none of them lies
+-- below the batch.  Of an event that is gone, a dead letter's copy may tell the type.
+CREATE FUNCTION holds_ordinary(lane bigint, from_batch bigint, first_seq bigint, last_seq bigint)
+RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path FROM CURRENT AS $$
+BEGIN
+    RETURN EXISTS (
+        SELECT FROM (
+               SELECT outbox_id, copy_id FROM delivery
+                WHERE lane_id = lane AND batch >= from_batch AND seq BETWEEN first_seq AND last_seq
+                ORDER BY batch, seq OFFSET 0) d
+         WHERE coalesce((SELECT type FROM outbox WHERE id = d.outbox_id),
+                        (SELECT type FROM dead_letter WHERE id = d.copy_id)) NOT LIKE 'outbox.%');
+END $$;
+REVOKE ALL ON FUNCTION holds_ordinary FROM PUBLIC;
+
+-- As receivers see times and lanes.
+CREATE FUNCTION rfc3339(at timestamptz) RETURNS text
+LANGUAGE sql STABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
+    SELECT to_char(at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')
+$$;
+CREATE FUNCTION lane_name(endpoint_id uuid, generation bigint, slot integer) RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
+    SELECT left(replace(endpoint_id::text, '-', ''), 12) || '-' || generation || '-' || slot
+$$;
+
+-- Writes an operational event if somebody wants it; whether that was so.  A function,
+-- and not an INSERT in the statements that call it, because that would ring for the
+-- relay with every one of them, whether it inserts anything or not.
+--
+-- It belongs to its endpoint's tenant, as what it tells of does.  Its event_id is of
+-- version 8: publish() refuses these types, and who writes to the table has no right on
+-- event_id, which is of version 4 by default; so receivers can tell it from a forged one.
+-- (A CHECK would refuse that, at the expense of every producer's every statement.)
+CREATE FUNCTION announce(event_type text, about uuid, told jsonb) RETURNS boolean
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+DECLARE
+    concerned record;
+BEGIN
+    SELECT id, name, tenant INTO concerned FROM endpoint WHERE id = about;
+    IF NOT EXISTS (
+        SELECT FROM subscription s, unnest(s.types) AS p(pattern)
+         WHERE s.to_batch IS NULL AND names_operational(s.types)
+           AND (s.all_tenants OR s.tenant IS NOT DISTINCT FROM concerned.tenant)
+           AND p.pattern LIKE 'outbox.%'
+           AND event_type ~ ('^' || replace(replace(replace(replace(
+                   p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')) THEN
+        RETURN false;
+    END IF;
+    INSERT INTO outbox (event_id, tenant, type, key, payload)
+    VALUES (overlay(gen_random_uuid()::text PLACING '8' FROM 15)::uuid, concerned.tenant,
+            event_type, about::text,
+            jsonb_strip_nulls(jsonb_build_object(
+                'version', 1, 'at', rfc3339(clock_timestamp()),
+                'endpoint', CASE WHEN about IS NOT NULL THEN
+                    jsonb_build_object('id', about, 'name', concerned.name) END) || told));
+    RETURN true;
+END $$;
+REVOKE ALL ON FUNCTION announce FROM PUBLIC;

@@ -1,0 +1,559 @@
+"""Operational events: each change is told once, to those who asked, and never by itself.
+
+The real relay on real PostgreSQL; the network answers by a script.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from outbox.core.answer import Answer
+from tests.support.relay import (
+    BUSY,
+    OK,
+    QUICK_RETRY,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    killed_at_the_end,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+pytestmark = pytest.mark.one_major
+
+GONE = Answer.of(410, 0.001)
+FOR_EVER = {**QUICK_RETRY, "attempts_max": 10_000}
+SECRET = "4711-do-not-tell"
+LETTER, BLOCKED = "outbox.dead_letter.created", "outbox.lane.blocked"
+HELD, RECOVERED = "outbox.endpoint.held", "outbox.endpoint.recovered"
+STALLED, DISABLED = "outbox.endpoint.stalled", "outbox.endpoint.disabled"
+LAGGING = "outbox.relay.lagging"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outbox.core.health.PROBE_MIN_S", 0.02)
+    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 0.1)
+    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+
+
+async def told(database: Database, kind: str | None = None) -> list[dict[str, Any]]:
+    """The operational events that were written, oldest first."""
+    sql = """
+        SELECT coalesce(jsonb_agg(to_jsonb(o) ORDER BY id), '[]')::text FROM outbox o
+         WHERE type LIKE 'outbox.%' AND ($1::text IS NULL OR type = $1)"""
+    found: list[dict[str, Any]] = orjson.loads(await fetchval(database, sql, kind))
+    return found
+
+
+async def counted(database: Database) -> dict[str, int]:
+    return dict(Counter(event["type"] for event in await told(database)))
+
+
+async def one(database: Database, kind: str, endpoint_id: UUID | None, name: str = "shop") -> Any:
+    """The payload of the only event of its type, apart from what all of them have."""
+    (event,) = await told(database, kind)
+    payload = event["payload"]
+    assert event["key"] == (endpoint_id and str(endpoint_id))
+    # What no producer can choose.
+    assert event["event_id"][14] == "8"
+    assert payload.pop("version") == 1
+    assert payload.pop("at").endswith("Z")
+    if endpoint_id is not None:
+        assert payload.pop("endpoint") == {"id": str(endpoint_id), "name": name}
+    return payload
+
+
+def answers(**by_name: Answer | Callable[[Sent], Answer]) -> Network:
+    """A network in which endpoints answer by their names, and the others well."""
+
+    def answer(sent: Sent) -> Answer:
+        said = by_name.get(sent.url.rpartition("/")[2], OK)
+        return said if isinstance(said, Answer) else said(sent)
+
+    return Network(answer)
+
+
+def got(network: Network, name: str) -> list[str]:
+    """The types that an endpoint accepted; after a crash a copy may come."""
+    accepted = [sent for sent in network.accepted if sent.url.endswith(f"/{name}")]
+    return list({sent.delivery: sent.body["type"] for sent in accepted}.values())
+
+
+async def count_of(database: Database, kind: str, wanted: int) -> bool:
+    return len(await told(database, kind)) == wanted
+
+
+# -------------------------------------------------------- they never go on by themselves
+
+
+@pytest.mark.parametrize("answer", [REFUSED, BUSY], ids=["refuses", "fails"])
+async def test_endpoints_that_take_no_operational_event_cause_none(
+    database: Database, answer: Answer
+) -> None:
+    await add_endpoint(database, types=["order.*"])
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    await add_endpoint(database, "more", types=["outbox.**"], on_dead_letter="block")
+    network = answers(shop=REFUSED, ops=answer, more=answer)
+    async with running(database, network):
+        await publish(database, *range(5), type="order.paid")
+        await until(lambda: _letters_of(database, "ops", 5), 20, "all of them to be given up")
+        await until(lambda: _letters_of(database, "more", 1), 20, "a block")
+        assert await counted(database) == {LETTER: 5}
+    assert await counted(database) == {LETTER: 5}
+    assert await exceptions(database) == {}
+
+
+async def test_one_that_fails_at_everything_and_hears_of_it_itself_comes_to_an_end(
+    database: Database,
+) -> None:
+    await add_endpoint(database, "both", types=["order.*", "outbox.**"])
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    network = answers(both=BUSY, ops=BUSY)
+    async with running(database, network):
+        await publish(database, *range(5), type="order.paid")
+        await until(lambda: count_of(database, LETTER, 5), 20, "the orders to be given up")
+        await all_ended(database)
+        assert await counted(database) == {LETTER: 5, HELD: 1}
+    assert await exceptions(database) == {}
+
+
+async def test_a_backlog_of_operational_events_alone_is_cut_in_silence(
+    database: Database,
+) -> None:
+    await add_endpoint(database, types=["order.*"])
+    await add_endpoint(database, "ops", types=["outbox.**"], backlog_count_max=1, retry=FOR_EVER)
+    network = answers(shop=REFUSED, ops=BUSY)
+    async with running(database, network):
+        await publish(database, *range(6), type="order.paid")
+        ranges = "SELECT sum(to_seq - seq + 1) = 5 FROM dead_letter WHERE reason = 'backlog'"
+        await until(lambda: fetchval(database, ranges), 10, "the backlog to be cut")
+    assert await counted(database) == {LETTER: 6}
+    assert await exceptions(database) == {}
+
+
+async def test_a_hold_by_operational_events_is_told_when_an_ordinary_one_fails_in_it(
+    database: Database,
+) -> None:
+    both = await add_endpoint(
+        database, "both", types=["order.*", "outbox.**"], retry=FOR_EVER, lanes=8
+    )
+    await add_endpoint(database, types=["user.*"])
+    await add_endpoint(database, "ops", types=["outbox.endpoint.*"])
+    broken = True
+    network = answers(shop=REFUSED, both=lambda _: BUSY if broken else OK)
+    async with running(database, network):
+        await publish(database, 1, type="user.added")
+        await until(lambda: _health(database, "both", "failing"), 10, "the silent hold")
+        sent = len(network.sent)
+        await until(lambda: len(network.sent) > sent + 3, 10, "more probes")
+        assert await counted(database) == {LETTER: 1}
+        await publish(database, *range(8), type="order.paid")
+        await until(lambda: count_of(database, HELD, 1), 10, "the hold to be told")
+        broken = False
+        await all_ended(database)
+        await publish(database, *range(8), type="order.paid")
+        await until(lambda: count_of(database, RECOVERED, 1), 10, "its end")
+        await all_ended(database)
+    assert await counted(database) == {LETTER: 1, HELD: 1, RECOVERED: 1}
+    assert got(network, "ops") == [HELD, RECOVERED]
+    assert (await one(database, HELD, both.id, "both"))["state"] == "failing"
+
+
+async def test_the_end_of_a_silent_hold_is_silent(database: Database) -> None:
+    await add_endpoint(database, types=["order.*"])
+    await add_endpoint(database, "ops", types=["outbox.**"], retry=FOR_EVER)
+    broken = True
+    network = answers(shop=REFUSED, ops=lambda _: BUSY if broken else OK)
+    async with running(database, network):
+        await publish(database, *range(5), type="order.paid")
+        await until(lambda: _health(database, "ops", "failing"), 10, "the silent hold")
+        broken = False
+        await until(lambda: _health(database, "ops", "healthy"), 10, "its end")
+        await all_ended(database)
+    assert await counted(database) == {LETTER: 5}
+
+
+# ----------------------------------------------------------------- only to who asks
+
+
+async def test_what_nobody_asked_for_is_not_written(database: Database) -> None:
+    await add_endpoint(database, types=["**"], backlog_count_max=3, retry=FOR_EVER)
+    await add_endpoint(database, "blocks", types=["*.paid", "*.*.created"], on_dead_letter="block")
+    await add_endpoint(database, "others", types=["outbox.endpoint.disabled"])
+    gone = await add_endpoint(database, "gone", types=["outbox.**"])
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", gone.id)
+        await db.execute("UPDATE subscription SET to_batch = 1 WHERE endpoint_id = $1", gone.id)
+    network = answers(shop=BUSY, blocks=REFUSED)
+    async with running(database, network):
+        await publish(database, *range(8), type="order.paid")
+        await until(lambda: _letters_of(database, "shop", 1), 10, "a range")
+        await until(lambda: fetchval(database, "SELECT count(*) FROM lane_block"), 10, "a block")
+        await until(lambda: _health(database, "shop", "failing"), 10, "a hold")
+    assert await counted(database) == {}
+
+
+async def test_a_tenant_hears_of_its_own_endpoints_alone(database: Database) -> None:
+    for tenant in ("a", "b"):
+        await add_endpoint(database, f"shop-{tenant}", types=["order.*"], tenant=tenant)
+        await add_endpoint(database, f"ops-{tenant}", types=["outbox.**"], tenant=tenant)
+    await add_endpoint(database, "shop-all", types=["order.*"], all_tenants=True)
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    await add_endpoint(database, "ops-all", types=["outbox.**"], all_tenants=True)
+    network = answers(**dict.fromkeys(("shop-a", "shop-b", "shop-all"), REFUSED))
+    async with running(database, network):
+        await publish(database, 1, type="order.paid", tenant="a")
+        await publish(database, 2, 3, type="order.paid", tenant="b")
+        await until(lambda: count_of(database, LETTER, 6), 10, "all to be told")
+        await all_ended(database)
+    heard = {
+        name: Counter(
+            sent.body["data"]["endpoint"]["name"]
+            for sent in network.accepted
+            if sent.url.endswith(f"/{name}")
+        )
+        for name in ("ops-a", "ops-b", "ops", "ops-all")
+    }
+    of_a, of_b, of_all = {"shop-a": 1}, {"shop-b": 2}, {"shop-all": 3}
+    every = {**of_a, **of_b, **of_all}
+    assert heard == {"ops-a": of_a, "ops-b": of_b, "ops": of_all, "ops-all": every}
+    assert await exceptions(database) == {}
+
+
+async def test_a_producer_can_neither_publish_one_nor_make_it_look_genuine(
+    database: Database,
+) -> None:
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        await db.execute("CREATE ROLE forger")
+        try:
+            await db.execute("SELECT grant_producer('forger'); SET ROLE forger")
+            with pytest.raises(Exception, match="reserved"):
+                await db.execute(f"SELECT publish('{HELD}', '1')")
+            with pytest.raises(Exception, match="permission denied"):
+                await db.execute(
+                    f"INSERT INTO outbox (event_id, type, payload) VALUES "
+                    f"('00000000-0000-8000-8000-000000000000', '{HELD}', '1')"
+                )
+            with pytest.raises(Exception, match="permission denied"):
+                await db.execute(f"SELECT announce('{HELD}', NULL, '1')")
+            await db.execute(f"INSERT INTO outbox (type, payload) VALUES ('{HELD}', '1')")
+        finally:
+            await db.execute("RESET ROLE; DROP OWNED BY forger; DROP ROLE forger")
+    (forged,) = await told(database)
+    assert forged["event_id"][14] == "4"
+
+
+# ------------------------------------------------------------------ what is told, once
+
+
+async def test_a_dead_letter_and_the_block_it_causes(database: Database) -> None:
+    shop = await add_endpoint(database, types=["order.*"], on_dead_letter="block")
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    refused = Answer.of(400, 0.001, headers=(("X-Request-Id", SECRET),), body=SECRET.encode())
+    network = answers(shop=refused)
+    async with running(database, network):
+        await publish(
+            database, {"card": SECRET}, 2, type="order.paid", key=SECRET, headers='{"X-A": "b"}'
+        )
+        await until(lambda: len(got(network, "ops")) == 2, 10, "both to be told")
+    event, lane = await _first(database, "event_id"), network.sent[0].lane
+    letter_id = await fetchval(database, "SELECT id FROM dead_letter")
+    place = {"lane": lane, "sequence": 1, "dead_letter": letter_id, "reason": "refused"}
+    letter = {"to_sequence": 1, "event": event, "type": "order.paid", "attempts": 1, "status": 400}
+    assert await one(database, LETTER, shop.id) == {**place, **letter}
+    assert await one(database, BLOCKED, shop.id) == place
+    assert got(network, "ops") == [LETTER, BLOCKED]
+    assert SECRET not in orjson.dumps(await told(database)).decode()
+
+
+async def test_a_range_is_told_when_it_first_holds_an_ordinary_event(database: Database) -> None:
+    both = await add_endpoint(
+        database, "both", types=["order.*", "outbox.**"], retry=FOR_EVER, backlog_count_max=1
+    )
+    await add_endpoint(database, types=["user.*"])
+    network = answers(both=BUSY, shop=REFUSED)
+
+    async def is_cut(numbers: int) -> bool:
+        sql = "SELECT sum(to_seq - seq + 1) = $1 FROM dead_letter WHERE reason = 'backlog'"
+        return bool(await fetchval(database, sql, numbers))
+
+    async with running(database, network):
+        await publish(database, *range(3), type="user.added")
+        await until(lambda: is_cut(2), 10, "operational events to be given up")
+        assert await counted(database) == {LETTER: 3}
+        # The last of those, and the first order; then what is told of it, and so on.
+        await publish(database, 1, 2, type="order.paid")
+        await until(lambda: count_of(database, LETTER, 4), 10, "the range to be told")
+        await publish(database, 3, 4, type="order.paid")
+        await all_cut(database)
+    letters = [e["payload"] for e in await told(database, LETTER)]
+    (of_range,) = [each for each in letters if each["endpoint"]["id"] == str(both.id)]
+    assert of_range["sequence"] == 1
+    assert of_range["to_sequence"] >= 4
+    assert (of_range["reason"], "type" in of_range) == ("backlog", False)
+    assert (
+        await fetchval(database, "SELECT count(*) FROM dead_letter WHERE reason = 'backlog'") == 1
+    )
+    assert await exceptions(database) == {}
+
+
+async def test_of_events_that_were_erased_only_the_ordinary_ones_are_told(
+    database: Database,
+) -> None:
+    both = await add_endpoint(database, "both", types=["order.*", "outbox.**"])
+    await publish(database, 1, type="order.paid")
+    await fetchval(database, "SELECT announce($1, $2, '{}')", HELD, both.id)
+    await fetchval(database, "UPDATE outbox SET payload = NULL, erased_at = now()")
+    network = Network()
+    async with running(database, network):
+        await until(lambda: _letters_of(database, "both", 2), 10, "both to be given up")
+        await all_ended(database)
+    assert got(network, "both") == [LETTER]
+    told_of = await one(database, LETTER, both.id, "both")
+    assert (told_of["reason"], told_of["sequence"]) == ("erased", 1)
+    assert not {"event", "type"} & told_of.keys()
+
+
+async def test_a_hold_and_its_end_are_told_once_over_a_take_over(database: Database) -> None:
+    shop = await add_endpoint(database, types=["order.*"], lanes=4, retry=FOR_EVER)
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    broken = True
+    resting = Answer.of(503, 0.001, headers=(("Retry-After", "0"),))
+    network = answers(shop=lambda _: resting if broken else OK)
+    async with killed_at_the_end(database, network):
+        await publish(database, *range(20), type="order.paid")
+        await until(lambda: count_of(database, HELD, 1), 10, "the hold to be told")
+    async with running(database, network):
+        sent = len(network.sent)
+        await until(lambda: len(network.sent) > sent + 10, 10, "probes of the next owner")
+        await until(lambda: _health(database, "shop", "failing"), 10, "it to write that down")
+        broken = False
+        await until(lambda: count_of(database, RECOVERED, 1), 10, "its end to be told")
+        await all_ended(database)
+    assert await counted(database) == {HELD: 1, RECOVERED: 1}
+    held = await one(database, HELD, shop.id)
+    assert held.pop("since") == (await one(database, RECOVERED, shop.id))["held_since"]
+    assert held == {"state": "failing", "status": 503}
+    assert got(network, "ops") == [HELD, RECOVERED]
+
+
+async def test_every_hold_is_told(database: Database) -> None:
+    await add_endpoint(database, types=["order.*"], lanes=4, retry=FOR_EVER)
+    await add_endpoint(database, "ops", types=["outbox.endpoint.*"])
+    broken = False
+    network = answers(shop=lambda _: BUSY if broken else OK)
+    async with running(database, network):
+        for n in (1, 2, 3):
+            broken = True
+            await publish(database, *range(20), type="order.paid")
+            await until(lambda n=n: count_of(database, HELD, n), 10, "the hold to be told")
+            broken = False
+            await until(lambda n=n: count_of(database, RECOVERED, n), 10, "its end to be told")
+    assert await counted(database) == {HELD: 3, RECOVERED: 3}
+
+
+async def test_410_tells_that_the_endpoint_is_disabled_and_what_was_given_up(
+    database: Database,
+) -> None:
+    shop = await add_endpoint(database, types=["order.*"])
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    await add_endpoint(database, "gone", types=["outbox.**"], retry=FOR_EVER)
+    network = answers(shop=lambda sent: OK if sent.seq < 3 else GONE, gone=BUSY)
+    async with running(database, network):
+        await publish(database, *range(20), type="order.paid")
+        ended = "SELECT state = 'disabled' FROM endpoint WHERE name = 'shop'"
+        await until(lambda: fetchval(database, ended), 10, "the end of it")
+        letters = await fetchval(database, "SELECT count(*) FROM dead_letter")
+        await until(lambda: count_of(database, LETTER, letters), 10, "the range to be told")
+    why = {"why": "the receiver answered 410 Gone", "status": 410}
+    payload = await one(database, DISABLED, shop.id)
+    assert payload.pop("by").startswith("replica ")
+    assert payload == why
+    reasons = [event["payload"]["reason"] for event in await told(database, LETTER)]
+    assert reasons in (["refused"], ["refused", "disabled"])
+    assert await exceptions(database) == {}
+
+
+async def test_a_day_without_a_success_is_told_once_and_three_are_the_end(
+    database: Database,
+) -> None:
+    shop = await add_endpoint(database, types=["order.*"], lanes=2, retry=FOR_EVER)
+    # The one is disabled before, the other owes nothing but operational events.
+    await add_endpoint(database, "brief", types=["order.*"], retry=FOR_EVER, disable_after_s=80_000)
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    await add_endpoint(database, "stuck", types=["outbox.**"], retry=FOR_EVER)
+    broken = True
+    network = answers(
+        shop=lambda _: BUSY if broken else OK, brief=lambda _: BUSY if broken else OK, stuck=BUSY
+    )
+
+    async def stalled(times: int, hours: int) -> None:
+        async with killed_at_the_end(database, network):
+            await publish(database, *range(4), type="order.paid")
+            await until(lambda: _owes(database, "shop"), 10, "something to be owed")
+        await _shift(database, hours)
+        async with killed_at_the_end(database, network):
+            await until(lambda: count_of(database, STALLED, times), 10, "the stall to be told")
+        async with killed_at_the_end(database, network):
+            sent = len(network.sent)
+            await until(lambda: len(network.sent) > sent + 20, 10, "some looks")
+
+    await stalled(1, 25)
+    payload = await one(database, STALLED, shop.id)
+    since, until_when = payload.pop("since"), payload.pop("will_be_disabled_at")
+    sql = "SELECT $1::text::timestamptz - $2::text::timestamptz = interval '3 days'"
+    assert await fetchval(database, sql, until_when, since)
+    assert payload == {}
+    broken = False
+    async with running(database, network):
+        over = "SELECT told_stalled_at IS NULL FROM endpoint_health WHERE endpoint_id = $1"
+        await until(lambda: fetchval(database, over, shop.id), 10, "the stall to end")
+    broken = True
+    await stalled(2, 25)
+    await _shift(database, 50)
+    async with running(database, network):
+        await until(lambda: count_of(database, DISABLED, 3), 10, "the end")
+    disabled = {e["payload"]["endpoint"]["name"] for e in await told(database, DISABLED)}
+    assert disabled == {"shop", "brief", "stuck"}
+    assert len(await told(database, STALLED)) == 2
+
+
+# ------------------------------------------------------------------------------- lag
+
+
+async def test_a_backlog_that_lasts_is_told_once_and_remembered_by_the_next_leader(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.core.operational.LAGGING_S", 0.3)
+    monkeypatch.setattr("outbox.core.operational.LAG_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("outbox.store.cursor.LAGGING_S", 0.3)
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    await publish_many(database, 10_000)
+    for _ in range(2):
+        async with killed_at_the_end(database, Network(), batch_events_max=3):
+            await until(lambda: count_of(database, LAGGING, 1), 20, "it to be told")
+            batches = await fetchval(database, "SELECT max(batch) FROM batch")
+            await until(lambda n=batches: _batches(database, n + 300), 20, "more batches")
+    assert await counted(database) == {LAGGING: 1}
+    payload = await one(database, LAGGING, None)
+    assert payload.pop("waiting_s") > 0.3
+    assert payload == {}
+    network = Network()
+    async with running(database, network):
+        await all_ended(database)
+        await until(lambda: fetchval(database, "SELECT NOT lagging FROM cursor"), 10, "its end")
+    assert got(network, "ops") == [LAGGING]
+    # Another one soon after it is not told, one that comes later is.
+    for told_before, wanted in (("5 minutes", 1), ("11 minutes", 2)):
+        await fetchval(database, f"UPDATE cursor SET lagging_at = now() - interval '{told_before}'")
+        await publish_many(database, 2_000)
+        async with running(database, Network(), batch_events_max=3):
+            await all_ended(database)
+            await until(lambda: fetchval(database, "SELECT NOT lagging FROM cursor"), 10, "an end")
+        assert await counted(database) == {LAGGING: wanted}
+    assert await exceptions(database) == {}
+
+
+async def test_a_long_transaction_is_no_lag(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.core.operational.LAG_LOOK_EVERY_S", 0.0)
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    async with running(database, Network(), batch_events_max=3):
+        async with database.connection() as long, long.transaction():
+            # As if it had been open for an hour.
+            await long.execute(
+                "INSERT INTO relay.outbox (type, payload, created_at) "
+                "SELECT 'a.b', '1', now() - interval '1 hour' FROM generate_series(1, 300)"
+            )
+            await publish(database, 1, 2, 3)
+            await until(lambda: fetchval(database, "SELECT count(*) FROM gap"), 10, "a gap")
+        await all_ended(database)
+    assert await counted(database) == {}
+
+
+async def test_lag_without_anybody_who_wants_to_know_is_told_when_somebody_does(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.core.operational.LAGGING_S", 0.1)
+    monkeypatch.setattr("outbox.core.operational.LAG_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("outbox.store.cursor.LAGGING_S", 0.1)
+    await publish_many(database, 10_000)
+    async with killed_at_the_end(database, Network(), batch_events_max=3):
+        await until(lambda: _batches(database, 500), 20, "many batches")
+        assert await counted(database) == {}
+        await add_endpoint(database, "ops", types=["outbox.relay.*"])
+        await until(lambda: count_of(database, LAGGING, 1), 20, "it to be told")
+
+
+# ---------------------------------------------------------------------------- helpers
+
+
+async def publish_many(database: Database, events: int) -> None:
+    """In one transaction."""
+    await fetchval(
+        database,
+        "INSERT INTO outbox (type, payload) SELECT 'a.b', '1' FROM generate_series(1, $1::int)",
+        events,
+    )
+
+
+async def all_cut(database: Database) -> None:
+    """Nothing is owed but what the limit of `both` allows."""
+    sql = """
+        SELECT (SELECT max(id) FROM outbox) <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
+           AND (SELECT sum(c.last_seq - p.acked_seq) FROM lane_counter c
+                  JOIN lane_progress p USING (lane_id)) = 1"""
+    await until(lambda: fetchval(database, sql), 10, "the backlog to be cut")
+
+
+async def _shift(database: Database, hours: int) -> None:
+    """Everything happened so much earlier, apart from what is told from now on."""
+    by = f"make_interval(hours => {hours})"
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        await db.execute(f"UPDATE batch SET at = at - {by}")
+        await db.execute(f"UPDATE lane_progress SET success_at = success_at - {by}")
+
+
+async def _batches(database: Database, more_than: int) -> bool:
+    return bool(await fetchval(database, "SELECT max(batch) > $1 FROM batch", more_than))
+
+
+async def _first(database: Database, column: str) -> str:
+    return str(await fetchval(database, f"SELECT {column} FROM outbox ORDER BY id LIMIT 1"))
+
+
+async def _owes(database: Database, name: str) -> bool:
+    sql = """SELECT sum(c.last_seq - p.acked_seq) > 0
+               FROM lane_counter c JOIN lane_progress p USING (lane_id)
+               JOIN endpoint e ON e.id = p.endpoint_id WHERE e.name = $1"""
+    return bool(await fetchval(database, sql, name))
+
+
+async def _health(database: Database, name: str, state: str) -> bool:
+    sql = """SELECT h.state = $2 FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
+              WHERE e.name = $1"""
+    return bool(await fetchval(database, sql, name, state))
+
+
+async def _letters_of(database: Database, name: str, least: int) -> bool:
+    sql = """SELECT count(*) >= $2 FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id
+              WHERE e.name = $1"""
+    return bool(await fetchval(database, sql, name, least))
