@@ -141,8 +141,7 @@ Settings are flags, then OUTBOX_* variables, then outbox.toml.
 def cli() -> None:
     """Deliver events out of PostgreSQL transactions: in order, numbered, signed.
 
-    Applications insert events in their own transactions; the relay delivers
-    each to the endpoints that want it, over HTTP.
+    Applications insert events; the relay sends them to whoever wants them.
     """
 
 

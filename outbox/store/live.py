@@ -24,20 +24,23 @@ DEAD_LETTERS_MAX = 1000
 LANES_MAX = 64
 """Lanes of an endpoint that are shown one by one."""
 
-# Every lane of one tenant's endpoints, or of all ($1 is NULL).
+# Lanes as their owners last wrote them down.
 _LANES = """
-SELECT e.id AS endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.acked_seq,
+SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.acked_seq,
        p.floor_batch, p.attempts > 0 AND p.head_seq = p.acked_seq + 1 AS failing
-  FROM endpoint e
-  JOIN lane l ON l.endpoint_id = e.id
+  FROM lane l
   JOIN lane_counter c ON c.lane_id = l.id
   JOIN lane_progress p ON p.lane_id = l.id
+"""
+# Those of one tenant's endpoints, or of all ($1 is NULL).
+_ALL_LANES = f"""{_LANES}
+  JOIN endpoint e ON e.id = l.endpoint_id
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)
 """
 
 # Sums over all of them, which only rise or are what is there now.
 TOTALS = f"""
-WITH lanes AS MATERIALIZED ({_LANES})
+WITH lanes AS MATERIALIZED ({_ALL_LANES})
 SELECT clock_timestamp() AS at,
        (SELECT max(batch) FROM batch) AS batch,
        coalesce(sum(last_seq), 0)::bigint AS numbered,
@@ -67,7 +70,7 @@ SELECT count(*) FROM (
 # The endpoints that are owed most, and their lanes; each lane with the time of the
 # event that it owes first.
 ENDPOINTS = f"""
-WITH lanes AS MATERIALIZED ({_LANES}),
+WITH lanes AS MATERIALIZED ({_ALL_LANES}),
 shown AS MATERIALIZED (
     SELECT l.endpoint_id, sum(greatest(l.last_seq - l.acked_seq, 0))::bigint AS owed,
            count(*) AS lanes
@@ -88,7 +91,7 @@ SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until, s.owed, 
                    WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch
                      AND d.seq > l.acked_seq
                    ORDER BY d.batch, d.seq LIMIT 1) END AS oldest_s
-         FROM lanes l WHERE l.endpoint_id = s.endpoint_id
+         FROM ({_LANES}) l WHERE l.endpoint_id = s.endpoint_id
         ORDER BY l.generation DESC, l.slot LIMIT {LANES_MAX}) near
  ORDER BY s.owed DESC, e.name COLLATE "C", near.generation DESC, near.slot
 """  # noqa: S608 (constants only)

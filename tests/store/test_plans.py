@@ -26,6 +26,7 @@ from outbox.store import (
     destinations,
     endpoints,
     lanes,
+    live,
     operational,
     reading,
     records,
@@ -33,6 +34,7 @@ from outbox.store import (
     replicas,
     routing,
     status,
+    survey,
     ticking,
 )
 from outbox.store.timeline import READ_TIMELINE
@@ -40,6 +42,7 @@ from tests.support.long_log import (
     ACKED,
     BATCHES,
     CHECKPOINT,
+    DEAD_OPEN,
     EMPTY,
     ENDPOINTS,
     GAPS,
@@ -422,6 +425,10 @@ async def _look(log: LongLog) -> Case:
     return Case(replicas.LOOK, (), 2 + ENDPOINTS, 20)
 
 
+async def _survey(log: LongLog) -> Case:
+    return Case(survey.SURVEY, (), DEAD_OPEN + 20, 60)
+
+
 RELAY = {
     case.__name__[1:].replace("_", " "): case
     for case in (
@@ -461,6 +468,7 @@ RELAY = {
         _backlog_over_its_age,
         _renewal,
         _look,
+        _survey,
     )
 }
 
@@ -513,6 +521,30 @@ async def _dead_show(log: LongLog) -> Case:
     return Case(dead.GET_DEAD, (REPLAYS // 2,), 50, 100)
 
 
+# What the page asks every other second.  A sum over all lanes is a look at each one's two
+# rows, and at no log; only lanes that are shown are looked for in the log.
+
+
+async def _live_totals(log: LongLog) -> Case:
+    return Case(live.TOTALS, (None,), 50_000, 2 * LANES, {"batch": NEWEST})
+
+
+async def _live_states(log: LongLog) -> Case:
+    return Case(live.STATES, (None,), 500, 40)
+
+
+async def _live_dead_letters(log: LongLog) -> Case:
+    return Case(live.DEAD_LETTERS, (None,), DEAD_OPEN, 40)
+
+
+async def _live_endpoints(log: LongLog) -> Case:
+    return Case(live.ENDPOINTS, (None, 2), 60_000, 4 * LANES)
+
+
+async def _live_events(log: LongLog) -> Case:
+    return Case(status.COUNT_EVENTS, (BATCHES - 20,), 20, 20, {"batch": NEWEST})
+
+
 COMMANDS = {
     case.__name__[1:].replace("_", " "): case
     for case in (
@@ -526,6 +558,11 @@ COMMANDS = {
         _dead_list_of_one,
         _dead_list_of_what_is_sent_again,
         _dead_show,
+        _live_totals,
+        _live_states,
+        _live_dead_letters,
+        _live_endpoints,
+        _live_events,
     )
 }
 

@@ -11,7 +11,7 @@ const BOTTOM = 20;
 const TOP = 8;
 
 function nice(max) {
-  if (max <= 0) return 1;
+  if (max <= 2) return 2;
   const power = 10 ** Math.floor(Math.log10(max));
   return [1, 2, 5, 10].map((n) => n * power).find((n) => n >= max);
 }
@@ -26,7 +26,7 @@ export function chart(title, samples, series, say = rate) {
   const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / max);
   const grid = [0, max / 2, max].map((value) => [
     svg("line", { class: "grid", x1: LEFT, x2: wide - 4, y1: y(value), y2: y(value) }),
-    svg("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, say(value)),
+    svg("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, rate(value)),
   ]);
   const ticks = [1, 0.5, 0].map((share) => svg("text", {
     class: "tick", x: LEFT + (wide - LEFT - 4) * (1 - share), y: HEIGHT - 4,

@@ -57,13 +57,14 @@ function jobs(found, again) {
 
 export function view(place, _, values) {
   const picked = new Set();
+  let some = false;
   const counted = h("p", { class: "hint" });
   const running = h("div");
   const bar = h("div", { class: "actions sticky" });
   const go = (next) => { location.hash = link("dead", [], next); };
   const list = pages(
     (after) => get("/v1/dead-letters", { ...values, limit: 50, after }),
-    (items) => table(HEADS, items.map((each) => row([
+    (items) => noted(items) && table(HEADS, items.map((each) => row([
       each.state === "dead" && session.may("operate") && h("input", { type: "checkbox", "aria-label": `Choose dead letter ${each.id}`, checked: picked.has(each.id),
         onchange: (event) => { if (event.target.checked) picked.add(each.id); else picked.delete(each.id); paint(); } }),
       h("a", { href: link("letter", [String(each.id)]) }, String(each.id)),
@@ -76,6 +77,14 @@ export function view(place, _, values) {
       h("time", { datetime: each.at, title: time(each.at) }, ago(each.at, session.now())),
       badge(each.state),
     ], HEADS)), values.state && values.state !== "dead" ? "There is none like this." : "There is no dead letter like this: everything else arrived, or is on its way."));
+
+  function noted(items) {
+    if (some !== items.length > 0) {
+      some = items.length > 0;
+      paint();
+    }
+    return true;
+  }
 
   function again() {
     picked.clear();
@@ -91,7 +100,7 @@ export function view(place, _, values) {
     show(bar,
       ids.length ? [button(`Send ${count(ids.length)} again`, () => replay(plural(ids.length, "dead letter"), { ids }, again), { kind: "main" }),
         button(`Discard ${count(ids.length)}`, () => discard(plural(ids.length, "dead letter"), { ids }, again))]
-        : state && [button("Send all of these again", () => replay("all that match", matching, again)),
+        : state && some && [button("Send all of these again", () => replay("all that match", matching, again)),
           button("Discard all of these", () => discard("all that match", matching, again))]);
   }
 

@@ -6,7 +6,7 @@ import { chart, lanes } from "../draw.js";
 import { live } from "../live.js";
 import { link, pulse } from "../main.js";
 import { badge, stateOf } from "../parts.js";
-import { count, duration, rate } from "../say.js";
+import { count, duration, plural, rate } from "../say.js";
 
 const KEPT = 300;
 const DEAD_MAX = 1000;
@@ -43,7 +43,7 @@ export function view(place) {
     const newest = samples.at(-1);
     const oldest = Math.max(...told.endpoints.map((each) => each.oldest_s ?? 0), 0);
     const endpointsTotal = Object.values(totals.states).reduce((sum, n) => sum + n, 0);
-    const dead = totals.dead_letters > DEAD_MAX ? `over ${count(DEAD_MAX)}` : count(totals.dead_letters);
+    const dead = totals.dead_letters > DEAD_MAX ? `${count(DEAD_MAX)}+` : count(totals.dead_letters);
     show(place,
       h("h1", null, "Overview"),
       h("div", { class: "tiles" },
@@ -57,14 +57,14 @@ export function view(place) {
           tone: state === "failing" || state === "refusing" ? "bad" : "off", href: link("endpoints") }))),
       h("div", { class: "charts" },
         chart("Per second", samples, [
-          ...(system ? [{ name: "events", kind: "a", of: (s) => s.events }] : [{ name: "made", kind: "a", of: (s) => s.numbered }]),
+          ...(system ? [{ name: "events", kind: "a", of: (s) => s.events }] : [{ name: "deliveries made", kind: "a", of: (s) => s.numbered }]),
           { name: "deliveries ended", kind: "b", of: (s) => s.ended, area: true },
         ]),
         chart("Owed", samples, [{ name: "deliveries", kind: "c", of: (s) => s.owed, area: true }], count)),
       h("section", null,
         h("h2", null, "Lanes ", h("small", null, endpointsTotal > told.endpoints.length
           ? `of the ${told.endpoints.length} endpoints that are owed most, of ${count(endpointsTotal)}`
-          : `of all ${count(endpointsTotal)} endpoints`)),
+          : plural(endpointsTotal, "endpoint"))),
         told.endpoints.length
           ? h("ul", { class: "lanelist" }, told.endpoints.map(row))
           : h("p", { class: "empty" }, "There is no endpoint yet: ", h("code", null, "outbox endpoint add NAME URL"), "."),

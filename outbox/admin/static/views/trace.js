@@ -28,7 +28,7 @@ function story(told) {
   const total = told.deliveries_total;
   return h("article", { "data-key": event.event_id },
     h("h2", null, event.type, " ", h("code", null, event.event_id)),
-    h("ul", { class: "diagnosis" }, told.diagnosis.map((line) => h("li", null, line))),
+    told.diagnosis.length ? h("ul", { class: "diagnosis" }, told.diagnosis.map((line) => h("li", null, line))) : null,
     told.deliveries.length ? timeLine(told, session.now()) : null,
     facts([["Published", time(event.published_at)],
       told.sequenced && ["Sequenced", `${duration((Date.parse(told.sequenced.at) - Date.parse(event.published_at)) / 1000)} later, in batch ${count(told.sequenced.batch)}`],
