@@ -305,7 +305,9 @@ class Script:
         return renewed is not None, peers, seen.version, seen.cursor_pids
 
     async def _health(self) -> Any:
-        for endpoint in await self._lanes.endpoints(sorted(self._owner, key=self._n)):
+        # A server returns rows in any order.
+        read = await self._lanes.endpoints(sorted(self._owner, key=self._n))
+        for endpoint in sorted(read, key=lambda e: self._n(e.id)):
             record = HealthRecord(State.FAILING, STARTED_AT, None, {"status": 503})
             me, epoch = self._owner[endpoint.id], self._epochs[endpoint.id]
             since = self._rng.choice((None, STARTED_AT))
