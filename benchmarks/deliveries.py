@@ -15,9 +15,10 @@ from benchmarks.figures import Rounds, Row, Target
 from benchmarks.stage import add_endpoint, child, search
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from benchmarks.stage import Stage
+    from tests.support.postgres import Database
 
 # Every event has a key of its own, so that lanes are about equally long.
 BACKLOG = """
@@ -88,13 +89,22 @@ async def run(stage: Stage, rounds: int, loads: Iterable[Load]) -> list[Row]:
     ]
 
 
-async def relay(stage: Stage, load: Load, **env: str) -> float:
-    """The relay's deliveries per second."""
+async def relay(
+    stage: Stage,
+    load: Load,
+    prepare: Callable[[Database], Awaitable[dict[str, str]]] | None = None,
+) -> float:
+    """The relay's deliveries per second.
+
+    Args:
+        prepare: what else is to be done before it begins; gives what its environment has, too.
+    """
     async with stage.server.database() as database:
         async with search(database) as connection:
             await add_endpoint(connection, stage.urls[load.scheme], lanes=load.lanes)
             filler = max(load.payload_bytes - FRAME_BYTES, 0)
             await connection.execute(BACKLOG, load.requests, filler)
+        env = {} if prepare is None else await prepare(database)
         stage.expect(load.requests, delay_s=load.delay_s)
         async with stage.relay(database, owns=True, **env):
             return float((await stage.receiver.answer())["per_s"])

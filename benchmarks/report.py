@@ -30,7 +30,8 @@ TITLES = {
     "watched": (
         "Deliveries per second while it is watched",
         "Metrics scraped each second, metrics and traces pushed by OTLP, one event of a hundred "
-        "traced, all on this machine; beside the same relay without any of it, in turns.",
+        "traced, the page open, all on this machine; beside the same relay without any of it, in "
+        "turns.",
     ),
     "commits": (
         "Commits per second",

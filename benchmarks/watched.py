@@ -1,7 +1,8 @@
 """What it costs to be watched: deliveries per second of a relay that is, beside one that is not.
 
 Watched is: metrics scraped each second, metrics and traces pushed by OTLP to a collector
-on this machine, one event of a hundred traced.  Both drain the same backlog in turns.
+on this machine, one event of a hundred traced, and the page open, which asks every two
+seconds.  Both drain the same backlog in turns.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from typing import TYPE_CHECKING
 from benchmarks.deliveries import QUICK_SHARE, Load, relay
 from benchmarks.figures import Rounds, Row, Target
 from benchmarks.stage import child
+from tests.support.api import make_token
 from tests.support.tcp import free_port
 
 if TYPE_CHECKING:
     from benchmarks.stage import Stage
+    from tests.support.postgres import Database
 
 LOAD = Load("64 lanes, watched", 64, 24_000)
-SCRAPE_EVERY_S = 1.0
+SCRAPE_EVERY_S, PAGE_EVERY_S = 1.0, 2.0
 TARGET = Target("at least", 0.95)
 
 
@@ -33,21 +36,30 @@ async def run(stage: Stage, rounds: int, load: Load) -> list[Row]:
     watched, alone = Rounds(), Rounds()
     async with child("watcher") as watcher:
         collector = (await watcher.answer())["collector"]
-        for number in range(rounds):
-            port = free_port()
-            url = f"http://127.0.0.1:{port}/metrics"
-            watcher.tell(metrics=url, every_s=SCRAPE_EVERY_S)
-            env = {
-                "OUTBOX_HEALTH": f"127.0.0.1:{port}",
+
+        async def prepare(database: Database) -> dict[str, str]:
+            health, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+            watcher.tell(
+                watch={
+                    f"http://{health}/metrics": SCRAPE_EVERY_S,
+                    f"http://{admin}/v1/live": PAGE_EVERY_S,
+                },
+                token=await make_token(database),
+            )
+            return {
+                "OUTBOX_HEALTH": health,
+                "OUTBOX_ADMIN": admin,
                 "OTEL_EXPORTER_OTLP_ENDPOINT": collector,
                 "OTEL_METRIC_EXPORT_INTERVAL": "1000",
                 "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
                 "OTEL_TRACES_SAMPLER_ARG": "0.01",
             }
+
+        for number in range(rounds):
             # In turns, and who is first in turns: a machine that slows down favours nobody.
             for turn in (number, number + 1):
                 if turn % 2:
-                    watched.add(load.name, await relay(stage, load, **env))
+                    watched.add(load.name, await relay(stage, load, prepare))
                 else:
                     alone.add(load.name, await relay(stage, load))
             stage.say(

@@ -1,10 +1,11 @@
-"""Watches a relay as an installation does: scrapes its metrics, and takes its traces.
+"""Watches a relay as an installation does: scrapes its metrics, takes its traces, and has
+its page open.
 
 A process of its own; it says where its collector listens, and then is told whom to
 watch by a JSON line on stdin.  It ends when stdin does.
 
     {"collector": "http://127.0.0.1:4318"}
-    {"metrics": "http://127.0.0.1:9090/metrics", "every_s": 1}
+    {"watch": {"http://127.0.0.1:9090/metrics": 1.0}, "token": "obx_..."}    every second
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from outbox.web.address import Address
 from outbox.web.serving import serving
 
 
-async def scrape(session: aiohttp.ClientSession, url: str, every_s: float) -> None:
-    """Scrape until cancelled; who is not there yet, or no more, is asked again."""
+async def ask(session: aiohttp.ClientSession, url: str, every_s: float, token: str) -> None:
+    """Ask until cancelled; who is not there yet, or no more, is asked again."""
+    headers = {"Authorization": f"Bearer {token}"}
     while True:
         with suppress(aiohttp.ClientError):
-            async with session.get(url) as answer:
+            async with session.get(url, headers=headers) as answer:
                 await answer.read()
         await asyncio.sleep(every_s)
 
@@ -51,14 +53,17 @@ async def main() -> None:
         sys.stdout.buffer.write(orjson.dumps(told) + b"\n")
         sys.stdout.flush()
         async with asyncio.TaskGroup() as tasks:
-            watching: asyncio.Task[None] | None = None
+            watching: list[asyncio.Task[None]] = []
             while line := await reader.readline():
                 asked: dict[str, Any] = orjson.loads(line)
-                if watching is not None:
-                    watching.cancel()
-                watching = tasks.create_task(scrape(session, asked["metrics"], asked["every_s"]))
-            if watching is not None:
-                watching.cancel()
+                for each in watching:
+                    each.cancel()
+                watching = [
+                    tasks.create_task(ask(session, url, every_s, asked["token"]))
+                    for url, every_s in asked["watch"].items()
+                ]
+            for each in watching:
+                each.cancel()
 
 
 if __name__ == "__main__":
