@@ -131,7 +131,7 @@ class Settings(BaseModel):
     metrics_endpoints_max: int = Field(
         default=100,
         ge=0,
-        le=10_000,
+        le=1_000,
         description="So many endpoints of a replica have metrics of their own; all others are "
         "measured together.",
     )

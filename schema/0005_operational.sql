@@ -47,8 +47,10 @@ $$;
 -- version 8: publish() refuses these types, and who writes to the table has no right on
 -- event_id, which is of version 4 by default; so receivers can tell it from a forged one.
 -- (A CHECK would refuse that, at the expense of every producer's every statement.)
+--
+-- Nor does it wait for a lock for long: acknowledgements wait with it.
 CREATE FUNCTION announce(event_type text, about uuid, told jsonb) RETURNS boolean
-LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+LANGUAGE plpgsql SET search_path FROM CURRENT SET lock_timeout = '500ms' AS $$
 DECLARE
     concerned record;
 BEGIN
@@ -62,13 +64,20 @@ BEGIN
                    p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')) THEN
         RETURN false;
     END IF;
-    INSERT INTO outbox (event_id, tenant, type, key, payload)
-    VALUES (overlay(gen_random_uuid()::text PLACING '8' FROM 15)::uuid, concerned.tenant,
-            event_type, about::text,
-            jsonb_strip_nulls(jsonb_build_object(
-                'version', 1, 'at', rfc3339(clock_timestamp()),
-                'endpoint', CASE WHEN about IS NOT NULL THEN
-                    jsonb_build_object('id', about, 'name', concerned.name) END) || told));
+    -- What is told must not undo what it tells of: a trigger or a constraint of the
+    -- application's that refuses it would otherwise undo each attempt to write that down.
+    BEGIN
+        INSERT INTO outbox (event_id, tenant, type, key, payload)
+        VALUES (overlay(gen_random_uuid()::text PLACING '8' FROM 15)::uuid, concerned.tenant,
+                event_type, about::text,
+                jsonb_strip_nulls(jsonb_build_object(
+                    'version', 1, 'at', rfc3339(clock_timestamp()),
+                    'endpoint', CASE WHEN about IS NOT NULL THEN
+                        jsonb_build_object('id', about, 'name', concerned.name) END) || told));
+    EXCEPTION WHEN others THEN
+        RAISE WARNING 'an operational event was refused: % (%)', SQLERRM, SQLSTATE;
+        RETURN false;
+    END;
     RETURN true;
 END $$;
 REVOKE ALL ON FUNCTION announce FROM PUBLIC;

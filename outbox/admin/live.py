@@ -75,6 +75,8 @@ class LiveBook:
         self._watched.move_to_end(tenant)
         while len(self._watched) > WATCHED_MAX:
             self._watched.popitem(last=False)
+        if watched.looking.locked() and watched.totals is not None:
+            return watched  # Nobody waits with a connection in hand for what is being looked at.
         async with watched.looking:
             now = self._clock()
             if now - watched.looked_at >= FRESH_S:

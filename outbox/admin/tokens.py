@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from outbox.admin.auth import require
+from outbox.admin.problem import Kind, Problem
 from outbox.admin.reading import NoQuery, Paging, Seconds
 from outbox.admin.routing import Call, Model, Page, PageOf, Reply, Route, Shown, id_cursor, paged
 from outbox.core.token import TokenSettings
@@ -56,6 +58,16 @@ async def _add(call: Call[NoQuery, TokenBody]) -> Reply:
     # Or whoever may operate could read what it may not.
     for scope in wanted.scopes:
         require(call.caller, scope)
+    # Nor may a token outlive the one that made it.
+    ends_at = call.caller.expires_at
+    if ends_at is not None:
+        left_s = (ends_at - datetime.now(UTC)).total_seconds()
+        if wanted.expires_in_s is None or wanted.expires_in_s > left_s:
+            raise Problem(
+                Kind.SCOPE_MISSING,
+                "a token that this one makes ends no later than itself: say expires, "
+                f"{left_s:.0f}s at most",
+            )
     return Reply(await tokens.add(call.db, call.schema, wanted, actor=call.actor), 201)
 
 

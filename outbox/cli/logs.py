@@ -44,14 +44,23 @@ def configure(settings: Settings) -> None:
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[_Forward()], force=True)
+    # It warns of every trace state that a producer got wrong, each time it is read.
+    logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
 class _Forward(logging.Handler):
     """What libraries log goes the same way, and looks the same."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        write = structlog.get_logger(record.name).log
-        write(record.levelno, record.getMessage(), logger=record.name)
+        try:
+            # The names that structlog has for levels, and one line whatever is quoted.
+            level = min(record.levelno // 10 * 10, logging.CRITICAL)
+            text = " ".join(record.getMessage().split())
+            structlog.get_logger(record.name).log(
+                level, text, logger=record.name, exc_info=record.exc_info
+            )
+        except Exception:
+            self.handleError(record)
 
 
 def _one_line(value: Any, **_: Any) -> bytes:

@@ -82,11 +82,11 @@ async def _deliver(relay: Relay, telemetry: Exporting) -> None:
     supervisor = Supervisor()
     task = asyncio.current_task()
     assert task is not None
-    stopping = False
+    stopping = over = False
 
     def stop() -> None:
         nonlocal stopping
-        if stopping:
+        if stopping and not over:
             task.cancel()
         stopping = True
         supervisor.stopping()
@@ -112,6 +112,9 @@ async def _deliver(relay: Relay, telemetry: Exporting) -> None:
     except asyncio.CancelledError:
         if not stopping:
             raise
+    finally:
+        # What is left is bounded, and nothing is in flight any more.
+        over = True
     if failed is not None:
         raise failed
 

@@ -299,7 +299,7 @@ class Cursor:
         """State and routes, from the tables if need be."""
         if takes_over or (self._state is not None and self._state.batch != lock.batch):
             self._tracker.forget()
-            self._holders = self._complete_at = None
+            self._holders = self._complete_at = self.complete_at = None
             self._state = None
         if self._state is None:
             self._counters.clear()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from outbox.telemetry.meters import Meters
     from outbox.telemetry.snapshot import Series
 
-ENDPOINTS_AT_ONCE = 500
+LANES_AT_ONCE = 500
 """Between two of so many, others have their turn: deliveries do not wait for numbers."""
 
 LANE_STATES = ("idle", "owing", "failing", "blocked")
@@ -40,8 +40,11 @@ async def of_endpoints(
     states: Counter[str] = Counter(dict.fromkeys(State, 0))
     troubled: list[tuple[float, str, str]] = []
     in_flight = 0
-    for n, home in enumerate(owned):
-        if n % ENDPOINTS_AT_ONCE == ENDPOINTS_AT_ONCE - 1:
+    looked_at = 0
+    for home in owned:
+        looked_at += 1 + len(home.lanes)
+        if looked_at >= LANES_AT_ONCE:
+            looked_at = 0
             await asyncio.sleep(0)
         name = home.endpoint.name
         label = meters.label(name)

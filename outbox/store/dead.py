@@ -17,6 +17,7 @@ from outbox.core.identity import lane_name
 from outbox.errors import NotFound
 from outbox.store.connect import map_errors
 from outbox.store.selection import SELECTED, Filter, endpoint_ids, given
+from outbox.store.tenancy import OWNS_RANGE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,11 +84,11 @@ LAST_REPLAY = f"""
 
 
 def _owned(n: int) -> str:
-    """Whether a tenant's own endpoint has `d` for an event of that tenant, or for no one event.
+    """Whether a tenant's own endpoint has `d` for an event of that tenant, or for a range.
 
-    It may have been another tenant's endpoint before.
+    It may have been another tenant's endpoint before, or everybody's.
     """
-    return f"(${n}::text IS NULL OR d.outbox_id IS NULL OR d.tenant = ${n})"
+    return f"(${n}::text IS NULL OR d.tenant = ${n} OR {OWNS_RANGE.format(tenant=f'${n}')})"
 
 
 # The stored state first: what is dead stands in an index of its own.

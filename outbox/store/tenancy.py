@@ -16,11 +16,20 @@ SELECT EXISTS (SELECT FROM endpoint WHERE name = $2 AND tenant = $1 AND state <>
 
 OWNS_SCHEDULE = "SELECT EXISTS (SELECT FROM schedule WHERE name = $2 AND tenant = $1)"
 
+# A range `d` has events of many transactions.  All of them are the tenant's if its endpoint
+# was of no other tenant, nor for all, since the first of them was numbered.
+OWNS_RANGE = """
+d.outbox_id IS NULL AND NOT EXISTS (
+    SELECT FROM subscription s
+     WHERE s.endpoint_id = d.endpoint_id AND s.tenant IS DISTINCT FROM {tenant}
+       AND coalesce(s.to_batch > d.batch, true))"""
+
 # Both have to be the tenant's: its endpoint may have been somebody else's before.
-COUNT_DEAD_LETTERS = """
+COUNT_DEAD_LETTERS = f"""
 SELECT count(*) FROM dead_letter d JOIN endpoint e ON e.id = d.endpoint_id
- WHERE d.id = ANY ($2) AND e.tenant = $1 AND (d.outbox_id IS NULL OR d.tenant = $1)
-"""
+ WHERE d.id = ANY ($2) AND e.tenant = $1
+   AND (d.tenant = $1 OR {OWNS_RANGE.format(tenant="$1")})
+"""  # noqa: S608 (constants only)
 
 # A job with a part at an endpoint of somebody else is nobody's but the system's.
 JOB_IS_OWN = """

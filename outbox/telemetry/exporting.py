@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,16 +83,21 @@ class Exporting:
         try:
             while True:
                 await asyncio.sleep(self.interval_s)
-                await self._push(data, await collect(), self.timeout_s)
+                await self._push(data, collect, self.timeout_s)
         finally:
-            await self._push(data, await collect(), min(LAST_S, self.timeout_s))
+            await self._push(data, collect, min(LAST_S, self.timeout_s))
 
-    async def _push(self, data: MetricsData, snapshot: Snapshot, timeout_s: float) -> None:
+    async def _push(
+        self, data: MetricsData, collect: Callable[[], Awaitable[Snapshot]], timeout_s: float
+    ) -> None:
+        """Once; whatever goes wrong is nobody's business but the log's."""
         assert self.metrics is not None
         try:
-            await asyncio.to_thread(self.metrics.export, data.of(snapshot), timeout_s * 1000)
+            pushed = data.of(await collect())
+            # An exporter may take its own time, whatever it is told.
+            async with asyncio.timeout(timeout_s):
+                await in_background(self.metrics.export, pushed, timeout_s * 1000)
         except Exception as error:
-            # Of an exporter of somebody's own; OpenTelemetry's log, and return.
             log.warning("metrics were not pushed", reason=f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
@@ -98,7 +105,7 @@ class Exporting:
         for shutdown in (self._close_traces, self._close_metrics):
             try:
                 async with asyncio.timeout(LAST_S):
-                    await asyncio.to_thread(shutdown)
+                    await in_background(shutdown)
             except TimeoutError:
                 log.warning("what is left of telemetry was not pushed in time", at_most_s=LAST_S)
 
@@ -109,6 +116,37 @@ class Exporting:
     def _close_metrics(self) -> None:
         if self.metrics is not None:
             self.metrics.shutdown(timeout_millis=LAST_S * 1000)
+
+
+async def in_background(call: Callable[..., object], *arguments: object) -> None:
+    """Call in a thread that nobody waits for when the process ends.
+
+    The loop's own threads are waited for, and whoever pushes to a collector that says
+    nothing may hang for long.  What it raises is raised here.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: BaseException | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def work() -> None:
+        failed: BaseException | None = None
+        try:
+            call(*arguments)
+        except BaseException as error:
+            failed = error
+        # The loop may be gone by now.
+        with suppress(RuntimeError):
+            loop.call_soon_threadsafe(settle, failed)
+
+    threading.Thread(target=work, name="outbox-telemetry", daemon=True).start()
+    await done
 
 
 def exporting(instance: str, version: str, env: Mapping[str, str] | None = None) -> Exporting:

@@ -15,6 +15,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
+ACCEPT_CHARS_MAX = 1000
 PATHS = """\
 /healthz   200 as long as the process answers
 /readyz    200 while it reaches its database and follows the cursor, otherwise 503 and why
@@ -32,8 +33,15 @@ def application(
         why_not_ready: in one line; None: it is ready.
         metrics: given the Accept header, the text and its content type.
     """
-    # One after the other: who asks twice waits, and the deliveries do not.
-    asking = asyncio.Lock()
+    # One at a time, also when whoever asked has hung up: who asks meanwhile is told the
+    # same, and the deliveries do not wait for many.
+    looks: dict[str, asyncio.Task[tuple[bytes, str]]] = {}
+
+    async def look(accept: str) -> tuple[bytes, str]:
+        try:
+            return await metrics(accept)
+        finally:
+            del looks[accept]
 
     async def healthz(_: web.Request) -> web.Response:
         return _text(200, "ok\n")
@@ -43,8 +51,12 @@ def application(
         return _text(200, "ready\n") if why is None else _text(503, f"not ready: {why}\n")
 
     async def measured(request: web.Request) -> web.Response:
-        async with asking:
-            text, content_type = await metrics(request.headers.get("Accept", ""))
+        accept = request.headers.get("Accept", "")[:ACCEPT_CHARS_MAX]
+        while looks and accept not in looks:
+            await asyncio.wait(looks.values())
+        if accept not in looks:
+            looks[accept] = asyncio.ensure_future(look(accept))
+        text, content_type = await asyncio.shield(looks[accept])
         return web.Response(body=text, headers={"Content-Type": content_type, **HEADERS})
 
     async def paths(_: web.Request) -> web.Response:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 
-from outbox.admin.server import alongside
+from outbox.admin import server
 from outbox.config import load
 from outbox.errors import UsageError
+from outbox.web.address import Address
 from tests.support.api import Api, make_token
 from tests.support.process import outbox, relay_process
 from tests.support.relay import (
@@ -54,13 +55,13 @@ async def test_a_relay_serves_it_until_it_ends(database: Database, tmp_path: Pat
 async def test_a_relay_whose_address_is_taken_says_so_and_does_not_begin(
     database: Database,
 ) -> None:
-    server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
+    taken = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = taken.sockets[0].getsockname()[1]
     try:
         address = f"127.0.0.1:{port}"
         ended = await outbox("relay", "--admin", address, env={"OUTBOX_DSN": database.dsn})
     finally:
-        server.close()
+        taken.close()
     assert ended.code == 3
     assert ended.stderr.splitlines()[-1] == (
         f"outbox: cannot listen on {address}: Address already in use; choose another"
@@ -72,43 +73,30 @@ def test_an_address_that_is_none_is_told_with_its_origin() -> None:
         load({"admin": "8080"}, env={})
 
 
-async def test_without_an_address_there_is_only_the_work(database: Database) -> None:
-    done: list[Any] = []
-
-    async def work(settings: Any) -> None:
-        done.append(settings)
-
-    settings = settings_for(database)
-    await alongside(settings, work)
-    assert done == [settings]
-
-
 async def test_work_that_fails_ends_the_server_and_keeps_its_error(database: Database) -> None:
-    async def work(_: Any) -> None:
-        raise UsageError("no")
-
-    settings = settings_for(database, dsn_source="test", admin="127.0.0.1:0")
+    settings = settings_for(database, dsn_source="test")
     with pytest.raises(UsageError, match="no"):
-        await alongside(settings, work)
+        async with server.running(settings, Address("127.0.0.1", 0)):
+            raise UsageError("no")
 
 
 async def test_deliveries_go_on_while_it_is_asked_and_needs_the_database(
     database: Database,
 ) -> None:
     """All of its connections hang in a lock, and no delivery waits for it."""
-    settings = settings_for(database, dsn_source="test", admin=f"127.0.0.1:{free_port()}")
+    settings = settings_for(database, dsn_source="test")
     secret = await make_token(database)
     await add_endpoint(database)
     network = Network()
 
-    async def work(_: Any) -> None:
+    async def work(at: Address) -> None:
         async with (
             database.connection(server_settings={"search_path": "relay"}) as db,
             aiohttp.ClientSession() as session,
             running(database, network),
             asyncio.TaskGroup() as tasks,
         ):
-            api = Api(session, f"http://{settings.admin}", secret)
+            api = Api(session, at.url, secret)
             assert (await api.get("/v1/me")).status == 200
             transaction = db.transaction()
             await transaction.start()
@@ -128,4 +116,5 @@ async def test_deliveries_go_on_while_it_is_asked_and_needs_the_database(
         assert {task.result().status for task in asking} <= {200, 503}
         await all_ended(database)
 
-    await alongside(settings, work)
+    async with server.running(settings, Address("127.0.0.1", 0)) as address:
+        await work(address)

@@ -36,14 +36,15 @@ export function patch(old, next) {
     if (old.data !== next.data) old.data = next.data;
     return;
   }
+  // Whether <details> are open is up to who reads them.
+  const theirs = (name) => name === "open" && old.nodeName === "DETAILS";
   for (const { name } of [...old.attributes]) {
-    if (!next.hasAttribute(name) && !(name === "open" && old.nodeName === "DETAILS")) {
-      old.removeAttribute(name);
-    }
+    if (!next.hasAttribute(name) && !theirs(name)) old.removeAttribute(name);
   }
   for (const { name, value } of next.attributes) {
-    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    if (old.getAttribute(name) !== value && !theirs(name)) old.setAttribute(name, value);
   }
+  if (old.nodeName === "INPUT" && old.type === "checkbox") old.checked = next.checked;
   for (const name of HANDLERS) if (old[name] !== next[name]) old[name] = next[name];
   patchChildren(old, [...next.childNodes]);
 }

@@ -29,11 +29,19 @@ let leave = null;
 
 const menu = () => PLACES.filter(([, , label, , system]) => label && !(system && session.tenant !== null));
 
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
 // #/dead?endpoint=billing: the place, what follows it, and the filter.
 export function here() {
   const [path, search = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const [place = "", ...rest] = path.split("/");
-  return { place: place || "overview", rest: rest.map(decodeURIComponent), values: Object.fromEntries(new URLSearchParams(search)) };
+  return { place: place || "overview", rest: rest.map(decoded), values: Object.fromEntries(new URLSearchParams(search)) };
 }
 
 export function link(place, rest = [], values = {}) {

@@ -28,7 +28,7 @@ export function table(heads, rows, empty) {
       h("tbody", null, rows)));
 }
 
-export const row = (cells, heads) => h("tr", null, cells.map((cell, n) => h("td", {
+export const row = (cells, heads, key) => h("tr", { "data-key": key }, cells.map((cell, n) => h("td", {
   class: heads?.[n]?.startsWith("#") ? "number" : null, "data-head": heads?.[n]?.replace(/^#/, ""),
 }, cell)));
 
@@ -109,7 +109,11 @@ export function pages(read, draw) {
   }
   function paint(page) {
     show(place, draw(items, page), h("p", { class: "more" },
-      next !== null && h("button", { type: "button", onclick: () => act(() => more(false), "") }, "More")));
+      next !== null && h("button", { type: "button", onclick: (event) => {
+        // Twice would be the same page twice.
+        event.target.disabled = true;
+        act(() => more(false), "").finally(() => { event.target.disabled = false; });
+      } }, "More")));
   }
   return { place, load: () => more(true), repaint: () => paint({}) };
 }

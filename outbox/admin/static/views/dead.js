@@ -50,7 +50,7 @@ function jobs(found, again) {
   return h("section", null, h("h2", null, "Being sent again"), table(JOBS, found.map((job) => row([
     String(job.id), badge(job.state), job.kind === "history" ? `history of ${job.endpoint}` : "dead letters",
     `${ago(job.asked_at, now)} by ${job.asked_by}`,
-    job.expected ? h("span", null, h("progress", { max: job.expected, value: job.taken, "aria-label": "Progress" }), ` ${count(job.taken)} of ${count(job.expected)}`) : count(job.taken),
+    job.all ? h("span", null, h("progress", { max: job.all, value: job.done, "aria-label": "Progress" }), ` ${count(job.done)} of ${count(job.all)}`) : count(job.taken),
     button("Stop it", () => act(() => post(`/v1/replays/${job.id}/abort`), `Job ${job.id} takes nothing more.`).then(again)),
   ], JOBS)), "Nothing."));
 }
@@ -76,7 +76,7 @@ export function view(place, _, values) {
       count(each.attempts),
       h("time", { datetime: each.at, title: time(each.at) }, ago(each.at, session.now())),
       badge(each.state),
-    ], HEADS)), values.state && values.state !== "dead" ? "There is none like this." : "There is no dead letter like this: everything else arrived, or is on its way."));
+    ], HEADS, each.id)), values.state && values.state !== "dead" ? "There is none like this." : "There is no dead letter like this: everything else arrived, or is on its way."));
 
   function noted(items) {
     if (some !== items.length > 0) {
