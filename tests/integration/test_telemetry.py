@@ -42,6 +42,11 @@ async def measured(worker: Relay) -> dict[Metric, Any]:
     return dict((await worker.snapshot(0.0)).series)
 
 
+def counted(series: Any) -> dict[Any, Any]:
+    """What is not 0."""
+    return {key: value for key, value in series.items() if value}
+
+
 async def inserted_an_hour_ago(database: Database) -> None:
     """As by a transaction that was open for an hour: it commits now."""
     await fetchval(
@@ -66,8 +71,11 @@ async def test_what_happens_to_deliveries_is_counted(database: Database) -> None
         ("shop", "retry", "5xx"): 2,
         ("shop", "refused", "4xx"): 1,
     }
-    assert found[catalogue.DELIVERIES] == {("shop", "delivered"): 3, ("shop", "refused"): 1}
-    assert found[catalogue.RETRIES] == {("retry",): 1, ("delivered",): 1}
+    assert counted(found[catalogue.DELIVERIES]) == {
+        ("shop", "delivered"): 3,
+        ("shop", "refused"): 1,
+    }
+    assert counted(found[catalogue.RETRIES]) == {("retry",): 1, ("delivered",): 1}
     assert found[catalogue.EVENTS] == {(): 4}
     assert found[catalogue.RETRY_DELAY][()].count == 2
     assert found[catalogue.DELIVERY_ATTEMPTS][()].counts[:3] == (3, 0, 1)
@@ -186,7 +194,7 @@ async def test_what_an_ended_endpoint_owed_is_counted(database: Database) -> Non
 
         async def ended() -> bool:
             series = (await measured(worker))[catalogue.DELIVERIES]
-            return series == {("shop", "refused"): 1, ("shop", "disabled"): 2}
+            return counted(series) == {("shop", "refused"): 1, ("shop", "disabled"): 2}
 
         await until(ended, 20, "them to be given up")
 
@@ -227,10 +235,10 @@ async def test_who_takes_over_from_the_dead_counts_it(database: Database) -> Non
         await publish(database, 1)
         await all_ended(database)
 
-        async def counted() -> bool:
+        async def seen() -> bool:
             return (await measured(second))[catalogue.LOSSES] == {(): 1}
 
-        await until(counted, 20, "the loss to be counted")
+        await until(seen, 20, "the loss to be counted")
 
 
 async def test_a_sequence_that_went_back_is_not_ready(database: Database) -> None:
