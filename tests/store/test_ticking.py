@@ -272,8 +272,9 @@ async def test_looks_are_cheap_when_a_lot_waits(database: Database, db: Connecti
             (ticking.MOVE_FUTURE, 200),
         ):
             plan = await explain(db, sql, *arguments, generic=generic)
-            assert plan.rows <= 2, plan
-            assert plan.pages <= 12, plan
+            # Rows that are dead, and not cleaned away yet, are met on the way.
+            assert plan.rows <= 10, plan
+            assert plan.pages <= 30, plan
 
 
 async def test_the_outbox_rules_hold_when_it_is_written(
