@@ -124,7 +124,8 @@ class Endpoint:
             self._held_until = max(self._held_until, self.now + retry_after_s)
         self._expect_rightly_told(verdict, told, before, gone=gone)
         self._follow(verdict, before)
-        if self.health.state in OPENED and not others:
+        # A success that was on its way when the receiver asked to be left alone is no probe.
+        if self.health.state in OPENED and not others and verdict is not Verdict.DELIVERED:
             self._probe_after = self.now + (1.0 - u) * PROBE_MIN_S
         lane.in_flight, lane.task = False, True
         if told is Verdict.RETRY:

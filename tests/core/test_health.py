@@ -104,6 +104,14 @@ TestHealth = HealthMachine.TestCase
 TestHealth.settings = settings(max_examples=40)
 
 
+def test_a_success_that_was_on_its_way_puts_off_no_probe() -> None:
+    machine = HealthMachine()
+    machine.begin(lanes=2, owed=1)
+    machine.work_all(2)
+    machine.retry_after(i=0, u=0.5, seconds=0.5)
+    machine.everything_ends(None)
+
+
 def test_random_histories(seed: int) -> None:
     hunt_health(150, first_seed=seed)
 
