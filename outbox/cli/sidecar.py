@@ -18,7 +18,6 @@ import outbox
 from outbox.admin.server import running as admin
 from outbox.cli.common import warn
 from outbox.cli.systemd import Supervisor
-from outbox.errors import OutboxError
 from outbox.relay.connections import Connections
 from outbox.relay.observer import Observer
 from outbox.relay.relay import Relay, default_name
@@ -95,7 +94,7 @@ async def _deliver(relay: Relay, telemetry: Exporting) -> None:
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
-    failed: OutboxError | None = None
+    failed: Exception | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
             beside = [
@@ -104,7 +103,7 @@ async def _deliver(relay: Relay, telemetry: Exporting) -> None:
             ]
             try:
                 await relay.run()
-            except OutboxError as error:
+            except Exception as error:
                 failed = error  # As it is, and not in a group.
             finally:
                 for each in beside:

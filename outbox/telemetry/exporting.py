@@ -45,7 +45,7 @@ log = structlog.get_logger("outbox.telemetry")
 SERVICE_NAME = "outbox-relay"
 INTERVAL_MS, TIMEOUT_MS = 60_000, 30_000
 """OpenTelemetry's defaults."""
-LAST_S = 3.0
+LAST_S = 1.0
 """What is left at the end has so long to be pushed."""
 
 _SIGNALS = {"traces": "OTLPSpanExporter", "metrics": "OTLPMetricExporter"}
