@@ -16,6 +16,7 @@ from pydantic import AwareDatetime, Field
 from outbox.admin.routing import Call, For, Model, Route, Shown
 from outbox.store import live
 from outbox.store.live import EndpointView, Totals
+from outbox.store.status import rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,14 +99,10 @@ class LiveBook:
 
 
 def _sample(before: Totals, now: Totals) -> Sample | None:
-    seconds = (now.at - before.at).total_seconds()
-    if seconds <= 0:
+    moved = rates(before, now, now.events)
+    if moved is None:
         return None
-    numbered = now.numbered - before.numbered
-    # What was numbered and is owed no more has ended.
-    ended = numbered - (now.owed - before.owed)
-    events_s, numbered_s, ended_s = (max(n, 0) / seconds for n in (now.events, numbered, ended))
-    return Sample(now.at, events_s, numbered_s, ended_s, now.owed)
+    return Sample(now.at, moved.events, moved.deliveries, moved.ended, now.owed)
 
 
 class LiveQuery(Model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
@@ -275,7 +275,7 @@ async def read(
         endpoints_total=endpoints_total,
         dead_letters={row["state"]: row["letters"] for row in dead},
     )
-    return overview if since is None else replace(overview, rates=_rates(since, overview, events))
+    return overview if since is None else replace(overview, rates=rates(since, overview, events))
 
 
 async def replicas(connection: Connection[Any], schema: str) -> list[Replica]:
@@ -284,7 +284,23 @@ async def replicas(connection: Connection[Any], schema: str) -> list[Replica]:
         return [Replica(**dict(row)) for row in await connection.fetch(REPLICAS)]
 
 
-def _rates(before: Overview, now: Overview, events: int) -> Rates | None:
+class Counted(Protocol):
+    """Sums over lanes at a moment."""
+
+    @property
+    def at(self) -> datetime: ...
+    @property
+    def numbered(self) -> int: ...
+    @property
+    def owed(self) -> int: ...
+
+
+def rates(before: Counted, now: Counted, events: int) -> Rates | None:
+    """How fast things moved between two looks; None: no time has passed.
+
+    Args:
+        events: sequenced between the two.
+    """
     seconds = (now.at - before.at).total_seconds()
     if seconds <= 0:
         return None
