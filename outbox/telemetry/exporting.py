@@ -33,6 +33,7 @@ from opentelemetry.sdk.trace.export import (
 
 from outbox.errors import UsageError
 from outbox.telemetry.otlp import MetricsData
+from outbox.telemetry.sampling import sampling
 from outbox.telemetry.tracing import Ids, Tracing
 
 if TYPE_CHECKING:
@@ -166,13 +167,13 @@ def exporting(instance: str, version: str, env: Mapping[str, str] | None = None)
     metrics: MetricExporter | None = None if disabled else _exporter("metrics", env)
     provider = tracing = None
     if spans is not None:
-        ids = Ids()
-        provider = TracerProvider(resource=resource, id_generator=ids)
+        ids, chosen = Ids(), sampling(env)
+        provider = TracerProvider(chosen.sampler, resource, id_generator=ids)
         console = isinstance(spans, ConsoleSpanExporter)
         provider.add_span_processor(
             SimpleSpanProcessor(spans) if console else BatchSpanProcessor(spans)
         )
-        tracing = Tracing(provider, ids)
+        tracing = Tracing(provider, ids, chosen)
     preference = env.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "").strip().lower()
     return Exporting(
         resource,

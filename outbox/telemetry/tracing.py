@@ -15,43 +15,31 @@ over goes on with the same trace.  A delivery's own span is told of when it ends
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-import orjson
 from opentelemetry import trace
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outbox.telemetry.meters import error_type
+from outbox.telemetry.sampling import origin_of
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
     from outbox.core.answer import Answer, Headers
     from outbox.core.request import Delivery
     from outbox.core.steps import AttemptRow
+    from outbox.telemetry.sampling import Origin, Sampling
 
 NS = 1_000_000_000
-TRACEPARENT = re.compile(rb'"traceparent"', re.IGNORECASE)
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 _propagator = TraceContextTextMapPropagator()
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where the trace of an event comes from."""
-
-    trace_id: int
-    context: Context | None
-    """The producer's; None: it told of none."""
-    state: trace.TraceState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +81,12 @@ class Tracing:
     Args:
         provider: the SDK's.
         ids: the provider's generator.
+        sampling: the provider's sampler is of it.
     """
 
-    def __init__(self, provider: TracerProvider, ids: Ids) -> None:
+    def __init__(self, provider: TracerProvider, ids: Ids, sampling: Sampling) -> None:
         self._tracer = provider.get_tracer("outbox")
-        self._sampler = provider.sampler
+        self._sampling = sampling
         self._ids = ids
 
     def attempt(
@@ -108,7 +97,7 @@ class Tracing:
         Args:
             started_at: epoch seconds.
         """
-        origin = self._sampled(delivery)
+        origin = self._sampling.origin(delivery)
         if origin is None:
             return None
         of_delivery = SpanContext(
@@ -156,7 +145,7 @@ class Tracing:
             began_at: when there was something to deliver, in epoch seconds.
             origin: of an attempt of it that was traced.
         """
-        origin = origin or self._sampled(delivery)
+        origin = origin or self._sampling.origin(delivery)
         if origin is None:
             return
         # Both are asked for while it is begun, and before anything else can begin.
@@ -187,28 +176,6 @@ class Tracing:
     def trace_id(self, delivery: Delivery) -> str:
         """The trace of a delivery, sampled or not, as it is written in logs."""
         return trace.format_trace_id(origin_of(delivery).trace_id)
-
-    def _sampled(self, delivery: Delivery) -> Origin | None:
-        """Where its trace comes from, if that is sampled."""
-        origin = origin_of(delivery)
-        verdict = self._sampler.should_sample(
-            origin.context, origin.trace_id, "deliver", SpanKind.PRODUCER, trace_state=origin.state
-        )
-        sampled: bool = verdict.decision.is_sampled()  # type: ignore[no-untyped-call]
-        return origin if sampled else None
-
-
-def origin_of(delivery: Delivery) -> Origin:
-    """The trace that a delivery is part of, sampled or not."""
-    if delivery.headers is not None and TRACEPARENT.search(delivery.headers):
-        headers = orjson.loads(delivery.headers)
-        context = _propagator.extract({name.lower(): headers[name] for name in headers})
-        said = trace.get_current_span(context).get_span_context()
-        if said.is_valid:
-            return Origin(said.trace_id, context, said.trace_state)
-    # Not the UUID itself: some of its bits never change, and samplers go by those.
-    digest = blake2b(delivery.event_id.bytes, digest_size=16).digest()
-    return Origin(int.from_bytes(digest), None)
 
 
 def _span_id(delivery: Delivery) -> int:

@@ -10,17 +10,15 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON, ParentBasedTraceIdRatio
 
 from outbox.core.answer import Answer
 from outbox.core.steps import AttemptRow
+from outbox.telemetry.sampling import Sampling
 from outbox.telemetry.tracing import Ids, Tracing
 from tests.core.test_request import DELIVERY
 
 if TYPE_CHECKING:
     import random
-
-    from opentelemetry.sdk.trace.sampling import Sampler
 
     from outbox.core.request import Delivery
 
@@ -31,12 +29,12 @@ PRODUCER = "0af7651916cd43dd8448eb211c80319c"
 class Traced:
     """Tracing whose spans can be looked at."""
 
-    def __init__(self, sampler: Sampler = DEFAULT_ON) -> None:
+    def __init__(self, rate: float = 1.0) -> None:
         self._exporter = InMemorySpanExporter()
-        ids = Ids()
-        provider = TracerProvider(sampler=sampler, id_generator=ids)
+        ids, chosen = Ids(), Sampling(rate, follows_producer=True)
+        provider = TracerProvider(chosen.sampler, id_generator=ids)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
-        self.tracing = Tracing(provider, ids)
+        self.tracing = Tracing(provider, ids, chosen)
 
     def spans(self) -> list[ReadableSpan]:
         return list(self._exporter.get_finished_spans())
@@ -90,16 +88,14 @@ def test_what_the_producer_did_not_sample_is_not_traced() -> None:
 
 
 def test_what_it_sampled_is_traced_although_the_relay_samples_nothing_of_its_own() -> None:
-    from opentelemetry.sdk.trace.sampling import ParentBased
-
-    traced = Traced(ParentBased(ALWAYS_OFF))
+    traced = Traced(0.0)
     assert traced.attempt(DELIVERY) is not None
     assert traced.attempt(PLAIN) is None
 
 
 def test_one_event_of_ten_is_one_of_ten(rng: random.Random) -> None:
     """An event's id is random only in part, and a sampler goes by the rest, too."""
-    traced = Traced(ParentBasedTraceIdRatio(0.1))
+    traced = Traced(0.1)
     sampled = 0
     for _ in range(2000):
         event_id = UUID(int=rng.getrandbits(128), version=4)
