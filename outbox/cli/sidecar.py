@@ -7,6 +7,7 @@ signals ──▶ relay ──▶ metrics and traces ──▶ the health listen
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import time
 from contextlib import AsyncExitStack
@@ -73,6 +74,9 @@ async def run(settings: Settings) -> None:
             log.info("health and metrics", url=where.url)
         if settings.admin is not None:
             await stack.enter_async_context(admin(settings, settings.admin))
+        # What has been imported stays: collecting garbage need not go through it again and again.
+        gc.collect()
+        gc.freeze()
         await _deliver(relay, telemetry)
 
 

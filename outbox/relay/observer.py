@@ -45,12 +45,10 @@ class Observer:
         self, lane: OwnedLane, send: Send, request: Request, now: float
     ) -> tuple[Request, AttemptSpan | None]:
         """An attempt is about to be made; returns the request as it is to be sent."""
-        if self._tracing is None:
+        tracing = self._tracing
+        if tracing is None or (origin := tracing.origin(send.delivery)) is None:
             return request, None
-        endpoint = lane.home.endpoint.name
-        span = self._tracing.attempt(endpoint, send.delivery, send.attempt, now)
-        if span is None:
-            return request, None
+        span = tracing.attempt(lane.home.endpoint.name, send.delivery, send.attempt, now, origin)
         kept = (pair for pair in request.headers if pair[0].lower() not in TRACE_HEADERS)
         return replace(request, headers=(*kept, *span.headers)), span
 
@@ -135,11 +133,13 @@ class Observer:
             lane_blocked=record.blocks or None,
             **self._trace(delivery),
         )
-        if self._tracing is not None and delivery is not None:
-            since = delivery.waits_since
-            endpoint = lane.home.endpoint.name
-            began_at = now if since is None else since
-            self._tracing.ended(endpoint, delivery, dead.reason, dead.attempts, began_at, now)
+        tracing = self._tracing
+        if tracing is None or delivery is None or (origin := tracing.origin(delivery)) is None:
+            return
+        since = delivery.waits_since
+        endpoint = lane.home.endpoint.name
+        began_at = now if since is None else since
+        tracing.ended(endpoint, delivery, dead.reason, dead.attempts, began_at, now, origin)
 
     def finished(self, endpoint: Endpoint, lanes: Iterable[Lane]) -> None:
         """An endpoint ended, and what its lanes owed is given up."""

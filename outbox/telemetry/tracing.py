@@ -86,20 +86,18 @@ class Tracing:
 
     def __init__(self, provider: TracerProvider, ids: Ids, sampling: Sampling) -> None:
         self._tracer = provider.get_tracer("outbox")
-        self._sampling = sampling
         self._ids = ids
+        self.origin = sampling.origin
+        """Of a delivery; None: it is not traced."""
 
     def attempt(
-        self, endpoint: str, delivery: Delivery, attempt: int, started_at: float
-    ) -> AttemptSpan | None:
-        """An attempt begins; None: its trace is not sampled.
+        self, endpoint: str, delivery: Delivery, attempt: int, started_at: float, origin: Origin
+    ) -> AttemptSpan:
+        """An attempt of a delivery that is traced begins.
 
         Args:
             started_at: epoch seconds.
         """
-        origin = self._sampling.origin(delivery)
-        if origin is None:
-            return None
         of_delivery = SpanContext(
             origin.trace_id, _span_id(delivery), is_remote=False, trace_flags=SAMPLED,
             trace_state=origin.state,
@@ -111,8 +109,6 @@ class Tracing:
             {**_about(endpoint, delivery), "outbox.attempt": attempt},
             start_time=int(started_at * NS),
         )
-        if not span.is_recording():
-            return None
         return AttemptSpan(span, origin)
 
     def answered(self, attempt: AttemptSpan, row: AttemptRow, answer: Answer) -> None:
@@ -136,18 +132,14 @@ class Tracing:
         attempts: int,
         began_at: float,
         now: float,
-        origin: Origin | None = None,
+        origin: Origin,
     ) -> None:
-        """A delivery was acknowledged or given up.
+        """A delivery that is traced was acknowledged or given up.
 
         Args:
             outcome: `delivered`, or why it was given up.
             began_at: when there was something to deliver, in epoch seconds.
-            origin: of an attempt of it that was traced.
         """
-        origin = origin or self._sampling.origin(delivery)
-        if origin is None:
-            return
         # Both are asked for while it is begun, and before anything else can begin.
         self._ids.span_id = _span_id(delivery)
         self._ids.trace_id = origin.trace_id if origin.context is None else None

@@ -41,15 +41,18 @@ class Traced:
 
     def attempt(self, delivery: Delivery, number: int = 1) -> str | None:
         """One attempt; returns its traceparent."""
-        span = self.tracing.attempt("shop", delivery, number, 10.0)
-        if span is None:
+        origin = self.tracing.origin(delivery)
+        if origin is None:
             return None
+        span = self.tracing.attempt("shop", delivery, number, 10.0, origin)
         row = AttemptRow(1, 1, number, "delivered", 200, None, 10.0, 0.5)
         self.tracing.answered(span, row, Answer.of(200, 0.5))
         return dict(span.headers)["traceparent"]
 
     def ended(self, delivery: Delivery) -> None:
-        self.tracing.ended("shop", delivery, "delivered", 1, 9.0, 10.5)
+        origin = self.tracing.origin(delivery)
+        if origin is not None:
+            self.tracing.ended("shop", delivery, "delivered", 1, 9.0, 10.5, origin)
 
 
 def test_attempts_of_different_replicas_are_of_one_delivery() -> None:
