@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import AwareDatetime, Field
 
 from outbox.admin.routing import Call, For, Model, Route, Shown
 from outbox.store import live
-from outbox.store.live import EndpointView, Totals
+from outbox.store.live import EndpointView, Look, Totals
 from outbox.store.status import rates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from datetime import datetime
 
     from asyncpg import Connection
@@ -53,10 +53,17 @@ class _Watched:
 
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
-        self.totals: Totals | None = None
-        self.endpoints: list[EndpointView] = []
+        self.seen: Look | None = None
+        self.limit = 0
+        """So many endpoints were asked for."""
         self.looked_at = float("-inf")
         self.looking = asyncio.Lock()
+
+    def shown(self, limit: int) -> Look | None:
+        """What was seen last, if that is as much as is asked for."""
+        if self.seen is None or self.limit < limit:
+            return None
+        return replace(self.seen, endpoints=self.seen.endpoints[:limit])
 
 
 class LiveBook:
@@ -70,32 +77,45 @@ class LiveBook:
         self._clock = clock
         self._watched: OrderedDict[str | None, _Watched] = OrderedDict()
 
-    async def look(self, connection: Connection[Any], schema: str, tenant: str | None) -> _Watched:
-        """What there is to see, looked at now unless that was just done."""
+    async def look(
+        self, connection: Connection[Any], schema: str, tenant: str | None, limit: int
+    ) -> tuple[Look, Iterable[Sample]]:
+        """What there is to see, looked at now unless that was just done, and how it got there.
+
+        Args:
+            limit: show so many endpoints, at most.
+        """
         watched = self._watched.setdefault(tenant, _Watched())
         self._watched.move_to_end(tenant)
         while len(self._watched) > WATCHED_MAX:
             self._watched.popitem(last=False)
-        if watched.looking.locked() and watched.totals is not None:
-            return watched  # Nobody waits with a connection in hand for what is being looked at.
+        if watched.looking.locked() and (seen := watched.shown(limit)) is not None:
+            # Nobody waits with a connection in hand for what is being looked at.
+            return seen, watched.samples
         async with watched.looking:
             now = self._clock()
-            if now - watched.looked_at >= FRESH_S:
-                before = watched.totals if now - watched.looked_at < FORGET_S else None
-                since_batch = None if before is None else before.batch
-                totals = await live.totals(
-                    connection, schema, tenant=tenant, since_batch=since_batch
-                )
-                watched.endpoints = await live.endpoints(
-                    connection, schema, tenant=tenant, limit=ENDPOINTS_MAX
-                )
-                if before is None:
-                    watched.samples.clear()
-                elif (sample := _sample(before, totals)) is not None:
-                    watched.samples.append(sample)
-                watched.totals = totals
-                watched.looked_at = now
-        return watched
+            age_s = now - watched.looked_at
+            before = watched.seen if age_s < FORGET_S else None
+            if age_s < FRESH_S and (seen := watched.shown(limit)) is not None:
+                return seen, watched.samples
+            seen = await live.look(
+                connection,
+                schema,
+                tenant=tenant,
+                since_batch=None if before is None else before.totals.batch,
+                limit=limit,
+            )
+            watched.limit = limit
+            if before is not None and age_s < FRESH_S:
+                # Somebody asks for more endpoints; of rates so short a time says nothing.
+                watched.seen = seen = replace(seen, totals=before.totals)
+                return seen, watched.samples
+            if before is None:
+                watched.samples.clear()
+            elif (sample := _sample(before.totals, seen.totals)) is not None:
+                watched.samples.append(sample)
+            watched.seen, watched.looked_at = seen, now
+        return seen, watched.samples
 
 
 def _sample(before: Totals, now: Totals) -> Sample | None:
@@ -122,12 +142,12 @@ class Live(Shown):
 
 
 async def _live(call: Call[LiveQuery, None]) -> dict[str, Any]:
-    watched = await call.live.look(call.db, call.schema, call.tenant)
+    seen, samples = await call.live.look(call.db, call.schema, call.tenant, call.query.endpoints)
     since = call.query.since
     return {
-        "totals": watched.totals,
-        "samples": [each for each in watched.samples if since is None or each.at > since],
-        "endpoints": watched.endpoints[: call.query.endpoints],
+        "totals": seen.totals,
+        "samples": [each for each in samples if since is None or each.at > since],
+        "endpoints": seen.endpoints,
     }
 
 

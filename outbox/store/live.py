@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
-    from asyncpg import Connection
+    from asyncpg import Connection, Record
 
 DEAD_LETTERS_MAX = 1000
 """More are not counted here: they are read one by one."""
@@ -27,28 +27,54 @@ LANES_MAX = 64
 # Lanes as their owners last wrote them down.
 _LANES = """
 SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.acked_seq,
-       p.floor_batch, p.attempts > 0 AND p.head_seq = p.acked_seq + 1 AS failing
+       greatest(c.last_seq - p.acked_seq, 0) AS owed, p.floor_batch,
+       p.attempts > 0 AND p.head_seq = p.acked_seq + 1 AS failing
   FROM lane l
   JOIN lane_counter c ON c.lane_id = l.id
   JOIN lane_progress p ON p.lane_id = l.id
 """
-# Those of one tenant's endpoints, or of all ($1 is NULL).
-_ALL_LANES = f"""{_LANES}
-  JOIN endpoint e ON e.id = l.endpoint_id
- WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)
-"""
 
-# Sums over all of them, which only rise or are what is there now.
-TOTALS = f"""
-WITH lanes AS MATERIALIZED ({_ALL_LANES})
-SELECT clock_timestamp() AS at,
-       (SELECT max(batch) FROM batch) AS batch,
-       coalesce(sum(last_seq), 0)::bigint AS numbered,
-       coalesce(sum(greatest(last_seq - acked_seq, 0)), 0)::bigint AS owed,
-       count(*) FILTER (WHERE failing) AS failing_lanes,
-       (SELECT count(*) FROM lane_block b JOIN lanes USING (lane_id)) AS blocked_lanes,
-       count(*) AS lanes
-  FROM lanes
+# One walk through the lanes of one tenant's endpoints, or of all ($1 is NULL): the sums
+# over them, which only rise or are what is there now, and beside them the $2 endpoints
+# that are owed most with their lanes, each with the time of the event that it owes first.
+LOOK = f"""
+WITH lanes AS MATERIALIZED (
+    {_LANES}
+      JOIN endpoint e ON e.id = l.endpoint_id
+     WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)),
+totals AS (
+    SELECT clock_timestamp() AS at,
+           (SELECT max(batch) FROM batch) AS batch,
+           coalesce(sum(last_seq), 0)::bigint AS numbered,
+           coalesce(sum(owed), 0)::bigint AS owed_by_all,
+           count(*) FILTER (WHERE failing) AS failing_lanes,
+           (SELECT count(*) FROM lane_block b JOIN lanes USING (lane_id)) AS blocked_lanes,
+           count(*) AS lanes_of_all
+      FROM lanes),
+shown AS (
+    SELECT l.endpoint_id, sum(l.owed)::bigint AS owed, count(*) AS lanes
+      FROM lanes l JOIN endpoint e ON e.id = l.endpoint_id
+     GROUP BY l.endpoint_id, e.name
+     ORDER BY owed DESC, e.name COLLATE "C" LIMIT $2),
+near AS (
+    SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until, s.owed, s.lanes,
+           n.generation, n.slot, n.owed AS lane_owed, n.failing, n.blocked, n.oldest_s
+      FROM shown s
+      JOIN endpoint e ON e.id = s.endpoint_id
+      JOIN endpoint_health h ON h.endpoint_id = e.id
+     CROSS JOIN LATERAL (
+           SELECT l.generation, l.slot, l.owed, l.failing,
+                  EXISTS (SELECT FROM lane_block b WHERE b.lane_id = l.lane_id) AS blocked,
+                  CASE WHEN l.owed > 0 THEN (
+                      SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
+                        FROM delivery d JOIN outbox o ON o.id = d.outbox_id
+                       WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch
+                         AND d.seq > l.acked_seq
+                       ORDER BY d.batch, d.seq LIMIT 1) END AS oldest_s
+             FROM ({_LANES}) l WHERE l.endpoint_id = s.endpoint_id
+            ORDER BY l.generation DESC, l.slot LIMIT {LANES_MAX}) n)
+SELECT * FROM totals LEFT JOIN near ON true
+ ORDER BY owed DESC, name COLLATE "C", generation DESC, slot
 """  # noqa: S608 (constants only)
 
 # How the endpoints are, by the word that says most: the operator's, or the breaker's.
@@ -66,35 +92,6 @@ SELECT count(*) FROM (
        AND ($1::text IS NULL OR d.endpoint_id IN (SELECT id FROM endpoint WHERE tenant = $1))
      LIMIT {DEAD_LETTERS_MAX} + 1) found
 """  # noqa: S608 (a constant only)
-
-# The endpoints that are owed most, and their lanes; each lane with the time of the
-# event that it owes first.
-ENDPOINTS = f"""
-WITH lanes AS MATERIALIZED ({_ALL_LANES}),
-shown AS MATERIALIZED (
-    SELECT l.endpoint_id, sum(greatest(l.last_seq - l.acked_seq, 0))::bigint AS owed,
-           count(*) AS lanes
-      FROM lanes l JOIN endpoint e ON e.id = l.endpoint_id
-     GROUP BY l.endpoint_id, e.name
-     ORDER BY owed DESC, e.name COLLATE "C" LIMIT $2)
-SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until, s.owed, s.lanes,
-       near.owed AS lane_owed, near.failing, near.blocked, near.oldest_s
-  FROM shown s
-  JOIN endpoint e ON e.id = s.endpoint_id
-  JOIN endpoint_health h ON h.endpoint_id = e.id
- CROSS JOIN LATERAL (
-       SELECT l.generation, l.slot, greatest(l.last_seq - l.acked_seq, 0) AS owed, l.failing,
-              EXISTS (SELECT FROM lane_block b WHERE b.lane_id = l.lane_id) AS blocked,
-              CASE WHEN l.last_seq > l.acked_seq THEN (
-                  SELECT extract(epoch FROM clock_timestamp() - o.created_at)::float8
-                    FROM delivery d JOIN outbox o ON o.id = d.outbox_id
-                   WHERE d.lane_id = l.lane_id AND d.batch >= l.floor_batch
-                     AND d.seq > l.acked_seq
-                   ORDER BY d.batch, d.seq LIMIT 1) END AS oldest_s
-         FROM ({_LANES}) l WHERE l.endpoint_id = s.endpoint_id
-        ORDER BY l.generation DESC, l.slot LIMIT {LANES_MAX}) near
- ORDER BY s.owed DESC, e.name COLLATE "C", near.generation DESC, near.slot
-"""  # noqa: S608 (constants only)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,36 +144,55 @@ class Totals:
     """Endpoints by how they are."""
 
 
-async def totals(
-    connection: Connection[Any], schema: str, *, tenant: str | None, since_batch: int | None
-) -> Totals:
-    """The sums.
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What there is to see."""
+
+    totals: Totals
+    endpoints: list[EndpointView]
+    """Those that are owed most."""
+
+
+async def look(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    tenant: str | None,
+    since_batch: int | None,
+    limit: int,
+) -> Look:
+    """Everything as it is.
 
     Args:
         tenant: of this one's endpoints alone.
         since_batch: count events from here on; None: none of them.
+        limit: show so many endpoints, at most.
     """
     with map_errors(schema):
-        row = await connection.fetchrow(TOTALS, tenant)
+        rows = await connection.fetch(LOOK, tenant, limit)
         states = await connection.fetch(STATES, tenant)
         dead: int = await connection.fetchval(DEAD_LETTERS, tenant)
         events = 0
         if since_batch is not None and tenant is None:
             events = await connection.fetchval(COUNT_EVENTS, since_batch)
-    return Totals(
-        **dict(row),
+    first = rows[0]
+    totals = Totals(
+        at=first["at"],
+        batch=first["batch"],
         events=events,
+        numbered=first["numbered"],
+        owed=first["owed_by_all"],
+        lanes=first["lanes_of_all"],
+        failing_lanes=first["failing_lanes"],
+        blocked_lanes=first["blocked_lanes"],
         dead_letters=dead,
         states={each["state"]: each["endpoints"] for each in states},
     )
+    return Look(totals, _endpoints([row for row in rows if row["id"] is not None]))
 
 
-async def endpoints(
-    connection: Connection[Any], schema: str, *, tenant: str | None, limit: int
-) -> list[EndpointView]:
-    """The endpoints that are owed most, each with its lanes."""
-    with map_errors(schema):
-        rows = await connection.fetch(ENDPOINTS, tenant, limit)
+def _endpoints(rows: list[Record]) -> list[EndpointView]:
+    """Each endpoint with its lanes; there is a row for each lane."""
     lanes: defaultdict[UUID, list[LaneView]] = defaultdict(list)
     ages: defaultdict[UUID, list[float]] = defaultdict(list)
     for row in rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,6 +13,8 @@ from tests.support.relay import BUSY, OK, Network, add_endpoint, all_ended, publ
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from asyncpg import Connection
+
     from outbox.core.answer import Answer
     from tests.support.api import Api
     from tests.support.postgres import Database
@@ -57,18 +59,18 @@ async def test_rates_are_between_two_looks(database: Database) -> None:
         running(database, Network()),
         database.connection(server_settings={"search_path": "relay"}) as connection,
     ):
-        first = await book.look(connection, "relay", None)
-        assert list(first.samples) == []
+        _, samples = await book.look(connection, "relay", None, 30)
+        assert list(samples) == []
         await publish(database, *range(20))
         await all_ended(database)
         now += FRESH_S
 
         async def counted() -> bool:
-            found = await live.totals(connection, "relay", tenant=None, since_batch=None)
-            return found.owed == 0 and found.numbered == 20
+            found = await live.look(connection, "relay", tenant=None, since_batch=None, limit=0)
+            return found.totals.owed == 0 and found.totals.numbered == 20
 
         await until(counted, 10, "the progress to be written down")
-        (sample,) = (await book.look(connection, "relay", None)).samples
+        (sample,) = (await book.look(connection, "relay", None, 30))[1]
     assert sample.owed == 0
     assert sample.events == sample.numbered == sample.ended > 0
 
@@ -76,27 +78,39 @@ async def test_rates_are_between_two_looks(database: Database) -> None:
 async def test_however_many_watch_it_is_looked_at_once(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = 0
-    totals = live.totals
+    asked: list[int] = []
+    look = live.look
 
-    async def counting(*arguments: object, **options: object) -> object:
-        nonlocal asked
-        asked += 1
-        return await totals(*arguments, **options)  # type: ignore[arg-type]
+    async def counting(*arguments: Any, limit: int, **options: Any) -> live.Look:
+        asked.append(limit)
+        return await look(*arguments, limit=limit, **options)
 
-    monkeypatch.setattr("outbox.store.live.totals", counting)
+    monkeypatch.setattr("outbox.store.live.look", counting)
+    for name in ("a", "b", "c"):
+        await add_endpoint(database, name)
     now = 0.0
     book = LiveBook(lambda: now)
+
+    async def names(connection: Connection[Any], limit: int) -> list[str]:
+        seen, _ = await book.look(connection, "relay", None, limit)
+        return [each.name for each in seen.endpoints]
+
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         for _ in range(5):
-            await book.look(connection, "relay", None)
-        assert asked == 1
+            assert await names(connection, 2) == ["a", "b"]
+        assert await names(connection, 1) == ["a"]
+        assert asked == [2]
+        at = (await book.look(connection, "relay", None, 2))[0].totals.at
+        assert await names(connection, 3) == ["a", "b", "c"], "who asks for more gets it"
+        assert asked == [2, 3]
+        seen, samples = await book.look(connection, "relay", None, 3)
+        assert (seen.totals.at, list(samples)) == (at, []), "it says nothing of rates"
         now += FRESH_S
-        await book.look(connection, "relay", None)
-        assert asked == 2
+        await names(connection, 3)
+        assert asked == [2, 3, 3]
         now += 3600
-        watched = await book.look(connection, "relay", None)
-        assert list(watched.samples) == [], "what was an hour ago says nothing of now"
+        _, samples = await book.look(connection, "relay", None, 3)
+        assert list(samples) == [], "what was an hour ago says nothing of now"
 
 
 async def test_a_tenant_sees_what_is_its_own(database: Database, api: Api) -> None:

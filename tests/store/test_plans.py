@@ -525,8 +525,8 @@ async def _dead_show(log: LongLog) -> Case:
 # rows, and at no log; only lanes that are shown are looked for in the log.
 
 
-async def _live_totals(log: LongLog) -> Case:
-    return Case(live.TOTALS, (None,), 50_000, 2 * LANES, {"batch": NEWEST})
+async def _live_look(log: LongLog) -> Case:
+    return Case(live.LOOK, (None, 2), 60_000, 4 * LANES, {"batch": NEWEST})
 
 
 async def _live_states(log: LongLog) -> Case:
@@ -535,10 +535,6 @@ async def _live_states(log: LongLog) -> Case:
 
 async def _live_dead_letters(log: LongLog) -> Case:
     return Case(live.DEAD_LETTERS, (None,), DEAD_OPEN, 40)
-
-
-async def _live_endpoints(log: LongLog) -> Case:
-    return Case(live.ENDPOINTS, (None, 2), 60_000, 4 * LANES)
 
 
 async def _live_events(log: LongLog) -> Case:
@@ -558,10 +554,9 @@ COMMANDS = {
         _dead_list_of_one,
         _dead_list_of_what_is_sent_again,
         _dead_show,
-        _live_totals,
+        _live_look,
         _live_states,
         _live_dead_letters,
-        _live_endpoints,
         _live_events,
     )
 }
