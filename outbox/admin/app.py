@@ -122,7 +122,7 @@ class _Admin:
         if route.body is not None:
             body = await read_body(request, route.body, required=route.body_required)
         try:
-            async with self._database.connection() as connection:
+            async with self._database.connection(long=route.long) as connection:
                 await tenancy.require_own(connection, route, caller.tenant, path)
                 call: Call[Any, Any] = Call(
                     caller,

@@ -78,7 +78,7 @@ class Authenticator:
             # Whoever waited before us may have asked about the same one.
             if (caller := self._believed(key)) is not None:
                 return caller
-            async with self._database.connection() as connection:
+            async with self._database.login() as connection:
                 row = await tokens.find(connection, self._database.schema, secret)
             if row is None:
                 raise _bad("the token is not known")

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from outbox.store.dsn import Dsn
 
 APPLICATION_NAME = "outbox-admin"
-CONNECTIONS_MAX = 4
+REQUESTS_MAX, LONG_MAX = 4, 2
+"""Connections for requests, and how many of them those may have that can take minutes."""
+LOGINS_MAX = 1
+"""A connection for tokens alone: whoever asks is told who he is, however busy the others are."""
 IDLE_S = 30.0
 """A connection that nobody needs is closed after this."""
 STATEMENT_TIMEOUT_S = 30.0
@@ -36,7 +39,7 @@ WAIT_S = 10.0
 """For a connection to be free, or to be opened."""
 RELEASE_S = 5.0
 CLOSE_S = 1.0
-"""For all connections, when the server ends."""
+"""For the connections of a kind, when the server ends."""
 
 SESSION_SETTINGS = {
     "statement_timeout": str(int(STATEMENT_TIMEOUT_S * 1000)),
@@ -55,7 +58,9 @@ class Database:
     def __init__(self, dsn: Dsn, settings: Settings) -> None:
         self._dsn = dsn
         self._settings = settings
-        self._pool: Any = None
+        self._requests: Any = None
+        self._logins: Any = None
+        self._long = asyncio.Semaphore(LONG_MAX)
 
     @property
     def schema(self) -> str:
@@ -65,17 +70,57 @@ class Database:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
         """While this lasts connections can be had; none is opened before one is asked for."""
+        async with self._pool(REQUESTS_MAX) as requests, self._pool(LOGINS_MAX) as logins:
+            self._requests, self._logins = requests, logins
+            yield
+
+    @asynccontextmanager
+    async def connection(self, *, long: bool = False) -> AsyncIterator[Connection[Any]]:
+        """A connection for a request; its schema is of this version.
+
+        Args:
+            long: it may take minutes.
+
+        Raises:
+            OutboxError: everything that `connect` and `require_current` raise.
+            DatabaseUnavailable: all connections are taken, or it does not answer.
+        """
+        if not long:
+            async with self._taken(self._requests, REQUESTS_MAX) as connection:
+                yield connection
+            return
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._long.acquire()
+        except TimeoutError:
+            raise DatabaseUnavailable(
+                f"{LONG_MAX} requests that take long are at work already; try again later"
+            ) from None
+        try:
+            async with self._taken(self._requests, REQUESTS_MAX) as connection:
+                yield connection
+        finally:
+            self._long.release()
+
+    @asynccontextmanager
+    async def login(self) -> AsyncIterator[Connection[Any]]:
+        """A connection to look up a token; it raises what `connection` does."""
+        async with self._taken(self._logins, LOGINS_MAX) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _pool(self, size_max: int) -> AsyncIterator[Any]:
         pool = asyncpg.create_pool(
             min_size=0,
-            max_size=CONNECTIONS_MAX,
+            max_size=size_max,
             max_inactive_connection_lifetime=IDLE_S,
             connect=self._connect,
             # Behind a proxy there is no session of ours to reset.
             reset=_nothing if self._settings.pooled else None,
         )
-        self._pool = await pool
+        await pool
         try:
-            yield
+            yield pool
         finally:
             try:
                 async with asyncio.timeout(CLOSE_S):
@@ -84,20 +129,14 @@ class Database:
                 pool.terminate()
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection[Any]]:
-        """A connection whose schema is of this version.
-
-        Raises:
-            OutboxError: everything that `connect` and `require_current` raise.
-            DatabaseUnavailable: all connections are taken, or it does not answer.
-        """
+    async def _taken(self, pool: Any, size_max: int) -> AsyncIterator[Connection[Any]]:
         try:
             async with asyncio.timeout(WAIT_S):
-                connection = await self._pool.acquire()
+                connection = await pool.acquire()
         except TimeoutError:
             raise DatabaseUnavailable(
-                f"the database did not answer within {WAIT_S:.0f} s, or all {CONNECTIONS_MAX} "
-                "connections of the API are busy; try again"
+                f"the database did not answer within {WAIT_S:.0f} s, or the API has as many "
+                f"requests at work as it may have, {size_max}; try again"
             ) from None
         try:
             yield cast("Connection[Any]", connection)
@@ -105,7 +144,7 @@ class Database:
             # What was asked is done, or has failed, by now: that the connection cannot be
             # reset any more, and is ended, is no other answer to it.
             with suppress(*TROUBLE):
-                await self._pool.release(connection, timeout=RELEASE_S)
+                await pool.release(connection, timeout=RELEASE_S)
 
     async def _connect(self, *_: Any, **__: Any) -> Connection[Any]:
         pooled = self._settings.pooled

@@ -64,6 +64,7 @@ ROUTES = (
         tenants=For.NARROWED,
         body=EraseBody,
         timeout_s=TIMEOUT_S,
+        long=True,
         answers={200: Erased},
     ),
 )

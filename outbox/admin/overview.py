@@ -175,6 +175,7 @@ ROUTES = (
         handler=_doctor,
         scope="read",
         timeout_s=DOCTOR_S,
+        long=True,
         answers={200: Examined},
     ),
     Route(
@@ -184,6 +185,7 @@ ROUTES = (
         handler=_verify,
         scope="operate",
         timeout_s=VERIFY_S + 5,
+        long=True,
         answers={200: Audited},
     ),
 )

@@ -158,6 +158,8 @@ class Route:
     headers: Mapping[str, str] = field(default_factory=dict)
     """Request headers that it heeds, and what for."""
     timeout_s: float = TIMEOUT_S
+    long: bool = False
+    """It may have a connection for minutes."""
 
     @property
     def tag(self) -> str:

@@ -10,11 +10,12 @@ import pytest
 
 from outbox.admin import auth, failures, hosts, reading
 from outbox.admin.app import application
+from outbox.admin.database import LONG_MAX, REQUESTS_MAX
 from outbox.admin.database import Database as Connections
 from outbox.admin.failures import FailedLogins
 from outbox.admin.routes import ROUTES
 from outbox.errors import CannotRun
-from outbox.store import dsn, status, tokens
+from outbox.store import dsn, erase, status, tokens
 from outbox.web.address import Address
 from outbox.web.serving import serving as listening
 from tests.support.api import ALL, Api, make_token, serving
@@ -25,6 +26,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
+    from tests.support.api import Answer
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -360,13 +362,65 @@ async def test_an_older_schema_is_told_and_a_migration_heals_it(empty_database: 
         assert "run: outbox migrate" in answer.detail
 
 
-async def test_it_has_at_most_four_connections_and_gives_them_back(
+async def test_it_has_at_most_five_connections_and_gives_them_back(
     database: Database, api: Api
 ) -> None:
     answers = await asyncio.gather(*(api.get("/v1/status") for _ in range(40)))
     assert {answer.status for answer in answers} == {200}
     sql = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox-admin'"
-    assert 1 <= await fetchval(database, sql) <= 4
+    assert 1 <= await fetchval(database, sql) <= 5
+
+
+async def test_what_takes_long_leaves_connections_to_the_others(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+    count = erase.count
+    at_work = 0
+
+    async def slow(*arguments: Any) -> Any:
+        nonlocal at_work
+        at_work += 1
+        await gate.wait()
+        return await count(*arguments)
+
+    monkeypatch.setattr(erase, "count", slow)
+    erasing: list[asyncio.Task[Answer]] = []
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(6):
+            asked = api.post("/v1/erase", {"tenant": "acme", "dry_run": True})
+            erasing.append(tasks.create_task(asked))
+        await until(lambda: at_work == LONG_MAX, 20, "two of them to be at work")
+        newcomer = api.with_token(await make_token(database, "new"))
+        assert (await newcomer.get("/v1/status")).status == 200
+        with monkeypatch.context() as hurry:
+            hurry.setattr("outbox.admin.database.WAIT_S", 0.01)
+            refused = await newcomer.post("/v1/erase", {"tenant": "acme", "dry_run": True})
+        assert (refused.status, at_work) == (503, LONG_MAX)
+        assert refused.detail == "2 requests that take long are at work already; try again later"
+        gate.set()
+    assert {task.result().status for task in erasing} == {200}
+
+
+async def test_who_asks_is_known_while_all_other_connections_are_busy(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+    at_work = 0
+
+    async def slow(*_: Any) -> tuple[()]:
+        nonlocal at_work
+        at_work += 1
+        await gate.wait()
+        return ()
+
+    monkeypatch.setattr(status, "replicas", slow)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(6):
+            tasks.create_task(api.get("/v1/replicas"))
+        await until(lambda: at_work == REQUESTS_MAX, 20, "all connections to be busy")
+        assert (await api.with_token(NOBODYS).get("/v1/me")).status == 401
+        gate.set()
 
 
 async def test_a_statement_that_takes_too_long_is_given_up(
