@@ -1,3 +1,5 @@
+-- Programs of version 4 go on working.
+--
 -- Operational events: what the relay tells about itself, as events in its own outbox.
 --
 -- They are written by the statement that makes the change they tell of, and only while
@@ -39,45 +41,71 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
     SELECT left(replace(endpoint_id::text, '-', ''), 12) || '-' || generation || '-' || slot
 $$;
 
--- Writes an operational event if somebody wants it; whether that was so.  A function,
--- and not an INSERT in the statements that call it, because that would ring for the
--- relay with every one of them, whether it inserts anything or not.
+-- Writes those of some operational events that somebody wants; how many that were.  Each
+-- is of a type, about an endpoint or none, and says something.  A function, and not an
+-- INSERT in the statements that call it, because that would ring for the relay with every
+-- one of them, whether it inserts anything or not; and many at once, because a storm of
+-- dead letters comes at once.
 --
--- It belongs to its endpoint's tenant, as what it tells of does.  Its event_id is of
+-- They belong to their endpoint's tenant, as what they tell of does.  Their event_id is of
 -- version 8: publish() refuses these types, and who writes to the table has no right on
 -- event_id, which is of version 4 by default; so receivers can tell it from a forged one.
 -- (A CHECK would refuse that, at the expense of every producer's every statement.)
 --
 -- Nor does it wait for a lock for long: acknowledgements wait with it.
-CREATE FUNCTION announce(event_type text, about uuid, told jsonb) RETURNS boolean
+CREATE FUNCTION announce_all(types text[], about uuid[], told jsonb[]) RETURNS bigint
 LANGUAGE plpgsql SET search_path FROM CURRENT SET lock_timeout = '500ms' AS $$
 DECLARE
-    concerned record;
+    wanted bigint[];
+    written bigint;
 BEGIN
-    SELECT id, name, tenant INTO concerned FROM endpoint WHERE id = about;
-    IF NOT EXISTS (
-        SELECT FROM subscription s, unnest(s.types) AS p(pattern)
-         WHERE s.to_batch IS NULL AND names_operational(s.types)
-           AND (s.all_tenants OR s.tenant IS NOT DISTINCT FROM concerned.tenant)
-           AND p.pattern LIKE 'outbox.%'
-           AND event_type ~ ('^' || replace(replace(replace(replace(
-                   p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')) THEN
-        RETURN false;
+    SELECT array_agg(t.n) INTO wanted
+      FROM unnest(types, about) WITH ORDINALITY AS t(type, about, n)
+      LEFT JOIN endpoint e ON e.id = t.about
+     WHERE EXISTS (
+           SELECT FROM subscription s, unnest(s.types) AS p(pattern)
+            WHERE s.to_batch IS NULL AND names_operational(s.types)
+              AND (s.all_tenants OR s.tenant IS NOT DISTINCT FROM e.tenant)
+              AND p.pattern LIKE 'outbox.%'
+              AND t.type ~ ('^' || replace(replace(replace(replace(
+                      p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$'));
+    IF wanted IS NULL THEN
+        RETURN 0;
     END IF;
     -- What is told must not undo what it tells of: a trigger or a constraint of the
     -- application's that refuses it would otherwise undo each attempt to write that down.
     BEGIN
         INSERT INTO outbox (event_id, tenant, type, key, payload)
-        VALUES (overlay(gen_random_uuid()::text PLACING '8' FROM 15)::uuid, concerned.tenant,
-                event_type, about::text,
-                jsonb_strip_nulls(jsonb_build_object(
-                    'version', 1, 'at', rfc3339(clock_timestamp()),
-                    'endpoint', CASE WHEN about IS NOT NULL THEN
-                        jsonb_build_object('id', about, 'name', concerned.name) END) || told));
+        SELECT overlay(gen_random_uuid()::text PLACING '8' FROM 15)::uuid, e.tenant,
+               t.type, t.about::text,
+               jsonb_strip_nulls(jsonb_build_object(
+                   'version', 1, 'at', rfc3339(clock_timestamp()),
+                   'endpoint', CASE WHEN t.about IS NOT NULL THEN
+                       jsonb_build_object('id', t.about, 'name', e.name) END) || t.told)
+          FROM unnest(types, about, told) WITH ORDINALITY AS t(type, about, told, n)
+          LEFT JOIN endpoint e ON e.id = t.about
+         WHERE t.n = ANY (wanted)
+         ORDER BY t.n;
+        GET DIAGNOSTICS written = ROW_COUNT;
+        RETURN written;
     EXCEPTION WHEN others THEN
-        RAISE WARNING 'an operational event was refused: % (%)', SQLERRM, SQLSTATE;
-        RETURN false;
+        IF cardinality(types) = 1 THEN
+            RAISE WARNING 'an operational event was refused: % (%)', SQLERRM, SQLSTATE;
+            RETURN 0;
+        END IF;
     END;
-    RETURN true;
+    -- One of them was refused: each for itself.
+    written := 0;
+    FOR i IN 1 .. cardinality(types) LOOP
+        written := written + announce_all(types[i:i], about[i:i], told[i:i]);
+    END LOOP;
+    RETURN written;
 END $$;
+REVOKE ALL ON FUNCTION announce_all FROM PUBLIC;
+
+-- One; whether somebody wanted it.
+CREATE FUNCTION announce(type text, about uuid, told jsonb) RETURNS boolean
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT announce_all(ARRAY[type], ARRAY[about], ARRAY[told]) > 0
+$$;
 REVOKE ALL ON FUNCTION announce FROM PUBLIC;

@@ -1,9 +1,9 @@
 """The SQL of operational events, as parts of the statements whose changes they tell of.
 
 `announce` (schema/0005_operational.sql) writes one and says whether somebody wanted
-it.  It is called only while somebody wants any at all (`WANTED`), so that what a mass
-of dead letters costs is not doubled for nobody.  Nothing of an event's payload, of
-headers or of a receiver's body gets into one.
+it, `announce_all` many at once.  They are called only while somebody wants any at all
+(`WANTED`), so that what a mass of dead letters costs is not doubled for nobody.
+Nothing of an event's payload, of headers or of a receiver's body gets into one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ WANTED = """(
 
 ANSWER = "'status', {0}.last_answer -> 'status', 'failure', {0}.last_answer -> 'failure'"
 
-# A dead letter `x` in its lane `l`.
-LETTER_CREATED = f"""announce('{DEAD_LETTER_CREATED}', x.endpoint_id, jsonb_build_object(
+# Of a dead letter `x` in its lane `l`: the type, the endpoint, and what is said.
+LETTER_CREATED = f"""'{DEAD_LETTER_CREATED}', x.endpoint_id, jsonb_build_object(
                'dead_letter', x.id, 'lane', lane_name(x.endpoint_id, l.generation, l.slot),
                'sequence', x.seq, 'to_sequence', x.to_seq, 'event', x.event_id, 'type', x.type,
-               'reason', x.reason, 'attempts', x.attempts, {ANSWER.format("x")}))"""
+               'reason', x.reason, 'attempts', x.attempts, {ANSWER.format("x")})"""
 
-LANE_IS_BLOCKED = f"""announce('{LANE_BLOCKED}', x.endpoint_id, jsonb_build_object(
+LANE_IS_BLOCKED = f"""'{LANE_BLOCKED}', x.endpoint_id, jsonb_build_object(
                'dead_letter', x.id, 'lane', lane_name(x.endpoint_id, l.generation, l.slot),
-               'sequence', x.seq, 'reason', x.reason))"""
+               'sequence', x.seq, 'reason', x.reason)"""
+
+# Writes such rows of `news`.
+TELL_NEWS = """
+       SELECT announce_all(array_agg(type), array_agg(about), array_agg(told))
+         FROM news HAVING count(*) > 0"""
 
 # Of an event that was erased its letter does not know the type, and a range has many.
 IS_ORDINARY = """

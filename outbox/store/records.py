@@ -21,6 +21,7 @@ from outbox.store.operational import (
     LANE_IS_BLOCKED,
     LETTER_COLUMNS,
     LETTER_CREATED,
+    TELL_NEWS,
     WANTED,
 )
 from outbox.store.replicas import fence
@@ -118,7 +119,7 @@ noted AS (
     SELECT 'backlog_given_up', 'replica ' || $1::bigint, endpoint_id,
            jsonb_build_object('lane', lane_id, 'from', seq, 'to', to_seq)
       FROM given_up WHERE outbox_id IS NULL),
-news AS MATERIALIZED (
+fresh AS MATERIALIZED (
     SELECT * FROM buried x WHERE {WANTED} AND {IS_ORDINARY}
      UNION ALL
     SELECT f.id, f.lane_id, e.endpoint_id, f.batch, f.seq, f.to_seq, e.event_id, e.type, e.reason,
@@ -126,13 +127,13 @@ news AS MATERIALIZED (
       FROM followed f JOIN extended e USING (lane_id)
      WHERE {WANTED} AND NOT holds_ordinary(f.lane_id, f.batch, f.seq, f.was_to_seq)
        AND holds_ordinary(f.lane_id, f.batch, f.was_to_seq + 1, f.to_seq)),
-told AS MATERIALIZED (
+news(type, about, told) AS (
     SELECT {LETTER_CREATED}
-      FROM news x JOIN lane l ON l.id = x.lane_id
+      FROM fresh x JOIN lane l ON l.id = x.lane_id
      UNION ALL
     SELECT {LANE_IS_BLOCKED}
-      FROM news x JOIN blocked USING (lane_id) JOIN lane l ON l.id = x.lane_id)
-SELECT lane_id, (SELECT count(*) FROM told) AS told FROM moved
+      FROM fresh x JOIN blocked USING (lane_id) JOIN lane l ON l.id = x.lane_id)
+SELECT lane_id, ({TELL_NEWS}) AS told FROM moved
 """  # noqa: S608 (constants only)
 
 # Checkpoints move forward only, and only in the owner's epoch.
@@ -181,11 +182,11 @@ noted AS (
     SELECT 'endpoint_' || ended.state, 'replica ' || $1::bigint, ended.id,
            jsonb_build_object('given_up', (SELECT coalesce(sum(to_seq - seq + 1), 0) FROM owed))
       FROM ended),
-told AS MATERIALIZED (
+news(type, about, told) AS (
     SELECT {LETTER_CREATED}
       FROM buried x JOIN lane l ON l.id = x.lane_id
      WHERE {WANTED} AND {IS_ORDINARY})
-SELECT count(*) AS held, (SELECT count(*) FROM told) AS told FROM fence
+SELECT count(*) AS held, ({TELL_NEWS}) AS told FROM fence
 """  # noqa: S608 (constants only)
 
 

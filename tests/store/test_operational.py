@@ -10,7 +10,7 @@ import pytest
 from outbox.core import pattern
 from outbox.core.identity import lane_name
 from outbox.store.migrate import PAYLOAD_BYTES_RANGE, migrate
-from outbox.store.operational import LETTER_CREATED
+from outbox.store.operational import LETTER_CREATED, TELL_NEWS
 from tests.support.relay import add_endpoint, fetchval
 
 if TYPE_CHECKING:
@@ -68,6 +68,25 @@ async def test_lanes_are_called_as_receivers_know_them(database: Database) -> No
     assert await fetchval(database, sql, endpoint.id) == lane_name(endpoint.id, 1_000_001, 12)
 
 
+async def test_of_many_those_that_are_refused_are_missing(database: Database) -> None:
+    await add_endpoint(database, types=[KIND])
+    async with database.connection(**PATH) as db:
+        await db.execute(f"""
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN RAISE 'no'; END $$;
+            CREATE TRIGGER refuse BEFORE INSERT ON outbox FOR EACH ROW
+            WHEN (NEW.payload ->> 'n' = '3') EXECUTE FUNCTION refuse();
+            CREATE TEMPORARY TABLE news AS
+            SELECT CASE n WHEN 5 THEN 'outbox.lane.blocked' ELSE '{KIND}' END AS type,
+                   NULL::uuid AS about, jsonb_build_object('n', n) AS told
+              FROM generate_series(1, 6) AS n""")
+        assert await db.fetchval(TELL_NEWS) == 4
+        written = await db.fetch("SELECT payload ->> 'n' AS n FROM outbox ORDER BY id")
+        assert [each["n"] for each in written] == ["1", "2", "4", "6"]
+        await db.execute("DELETE FROM news")
+        assert await db.fetchval(TELL_NEWS) is None, "of nothing nobody is asked"
+
+
 async def test_it_fits_into_the_smallest_limit_of_payloads(database: Database) -> None:
     least, _ = PAYLOAD_BYTES_RANGE
     # The longest name and type that there can be, as JSON twice as long.
@@ -77,7 +96,7 @@ async def test_it_fits_into_the_smallest_limit_of_payloads(database: Database) -
         await migrate(db, "relay", payload_bytes_max=least)
         most = 2**63 - 1
         letter = f"""
-            SELECT {LETTER_CREATED}
+            SELECT announce({LETTER_CREATED})
               FROM (SELECT $1::uuid AS endpoint_id, {most} AS id, {most} AS seq, {most} AS to_seq,
                            gen_random_uuid() AS event_id, repeat('x', 255) AS type,
                            'exhausted' AS reason, 2147483647 AS attempts,
