@@ -29,6 +29,8 @@ TIMEOUT_S_MAX = 3600.0
 AGE_S_MAX = 3650 * 86400.0
 COUNT_MAX = 2**63 - 1
 EVERYTHING = "**"
+OTHERS = "(other)"
+"""In metrics, the endpoints that have no series of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,8 @@ def _name(value: object) -> None:
         raise UsageError("name: must be printable text without spaces around it")
     if len(text.encode()) > NAME_BYTES_MAX:
         raise UsageError(f"name: longer than {NAME_BYTES_MAX} bytes")
+    if text == OTHERS:
+        raise UsageError(f'name: "{OTHERS}" stands for all other endpoints in metrics')
 
 
 def _pattern(text: str) -> None:

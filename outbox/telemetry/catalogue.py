@@ -18,9 +18,6 @@ from typing import get_args
 
 from outbox.core.story import Reason
 
-OTHER = "(other)"
-"""Stands for all endpoints that have no series of their own."""
-
 OUTCOMES: tuple[str, ...] = ("delivered", *get_args(Reason))
 """How a delivery ends: it was acknowledged, or given up for one of these reasons."""
 ANSWERS = ("delivered", "retry", "refused")

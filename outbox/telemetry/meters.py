@@ -9,9 +9,10 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
+from outbox.core.endpoint import OTHERS
 from outbox.core.steps import DeadRange
 from outbox.telemetry import catalogue
-from outbox.telemetry.catalogue import ANSWERS, OTHER, OUTCOMES
+from outbox.telemetry.catalogue import ANSWERS, OUTCOMES
 from outbox.telemetry.snapshot import Buckets, Snapshot
 
 if TYPE_CHECKING:
@@ -47,9 +48,11 @@ class Histogram:
 class EndpointMeters:
     """What is counted for one endpoint, or for all those that share a series."""
 
-    __slots__ = ("attempts", "deliveries", "duration", "latency", "owners")
+    __slots__ = ("attempts", "began_at", "deliveries", "duration", "latency", "owners")
 
-    def __init__(self) -> None:
+    def __init__(self, began_at: float) -> None:
+        # Or somewhat before, in epoch seconds.
+        self.began_at = began_at
         # By outcome.
         self.deliveries: Counter[str] = Counter()
         # By outcome and error.
@@ -80,7 +83,8 @@ class Meters:
         self.endpoints_max = endpoints_max
         self._started_at = started_at
         self._named: dict[str, EndpointMeters] = {}
-        self._other = EndpointMeters()
+        self._looked_at = started_at
+        self._other = EndpointMeters(started_at)
         self._retries: Counter[str] = Counter(dict.fromkeys(ANSWERS, 0))
         self._retry_delay = Histogram(catalogue.RETRY_DELAY)
         self._delivery_attempts = Histogram(catalogue.DELIVERY_ATTEMPTS)
@@ -111,7 +115,7 @@ class Meters:
                     self._other.begin()
                     return self._other
                 del self._named[gone]
-            meters = self._named[name] = EndpointMeters()
+            meters = self._named[name] = EndpointMeters(self._looked_at)
             meters.begin()
         meters.owners += 1
         return meters
@@ -127,7 +131,7 @@ class Meters:
 
     def label(self, name: str) -> str:
         """The value of the attribute `endpoint`."""
-        return name if name in self._named else OTHER
+        return name if name in self._named else OTHERS
 
     # ------------------------------------------------------------ deliveries
 
@@ -185,12 +189,15 @@ class Meters:
         series[catalogue.LOSSES] = {(): self.losses}
         series[catalogue.SESSION_LOSSES] = {(): self.session_losses}
         series.update(gauges)
-        return Snapshot(self._started_at, at, series)
+        # One that got its place since then was never told of before.
+        self._looked_at = at
+        began = {n: m.began_at for n, m in self._named.items() if m.began_at != self._started_at}
+        return Snapshot(self._started_at, at, series, began)
 
     def _of_endpoints(self) -> dict[Metric, Series]:
         series: defaultdict[Metric, dict[tuple[str | None, ...], float | Buckets]]
         series = defaultdict(dict)
-        for name, each in (*self._named.items(), (OTHER, self._other)):
+        for name, each in (*self._named.items(), (OTHERS, self._other)):
             for outcome, count in each.deliveries.items():
                 series[catalogue.DELIVERIES][name, outcome] = count
             for (outcome, error), count in each.attempts.items():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
 
     from outbox.telemetry.catalogue import Metric
-    from outbox.telemetry.snapshot import Attributes, Series, Snapshot, Value
+    from outbox.telemetry.snapshot import Attributes, Snapshot, Value
 
 NS = 1_000_000_000
 
@@ -38,13 +38,12 @@ class MetricsData:
         last, self._last = self._last, snapshot
         if not self._delta:
             last = None
-        start_ns = int((snapshot.started_at if last is None else last.at) * NS)
         metrics = [
             sdk.Metric(
                 name=metric.name,
                 description=metric.description,
                 unit=metric.unit,
-                data=self._data(metric, series, last, start_ns, int(snapshot.at * NS)),
+                data=self._data(metric, snapshot, last),
             )
             for metric, series in snapshot.series.items()
             if series
@@ -55,12 +54,16 @@ class MetricsData:
         )
         return sdk.MetricsData(resource_metrics=[resource])
 
-    def _data(
-        self, metric: Metric, series: Series, last: Snapshot | None, start_ns: int, now_ns: int
-    ) -> sdk.DataT:
+    def _data(self, metric: Metric, snapshot: Snapshot, last: Snapshot | None) -> sdk.DataT:
+        series, now_ns = snapshot.series[metric], int(snapshot.at * NS)
+
+        def start_ns(key: Attributes) -> int:
+            since = snapshot.since(metric, key)
+            return int((since if last is None else max(since, last.at)) * NS)
+
         if metric.kind is Kind.GAUGE:
             gauges = [
-                sdk.NumberDataPoint(_attributes(metric, key), start_ns, now_ns, _number(value))
+                sdk.NumberDataPoint(_attributes(metric, key), start_ns(key), now_ns, _number(value))
                 for key, value in series.items()
             ]
             return sdk.Gauge(gauges)
@@ -69,20 +72,28 @@ class MetricsData:
             if self._delta
             else sdk.AggregationTemporality.CUMULATIVE
         )
-        before: Series = {} if last is None else last.series.get(metric, {})
+        # A series that lost its place meanwhile began anew, and nothing was before it.
+        before: dict[Attributes, Value] = {}
+        if last is not None:
+            told = last.series.get(metric, {})
+            before = {
+                key: value
+                for key, value in told.items()
+                if last.since(metric, key) == snapshot.since(metric, key)
+            }
         if metric.kind is Kind.COUNTER:
             counts = [
                 sdk.NumberDataPoint(
                     _attributes(metric, key),
-                    start_ns,
+                    start_ns(key),
                     now_ns,
-                    _added(_number(value), _number(before.get(key, 0))),
+                    _number(value) - _number(before.get(key, 0)),
                 )
                 for key, value in series.items()
             ]
             return sdk.Sum(counts, temporality, is_monotonic=True)
         points = [
-            _histogram(metric, key, value, before.get(key), start_ns, now_ns)
+            _histogram(metric, key, value, before.get(key), start_ns(key), now_ns)
             for key, value in series.items()
         ]
         return sdk.Histogram(points, temporality)
@@ -93,7 +104,7 @@ def _histogram(
 ) -> sdk.HistogramDataPoint:
     assert isinstance(value, Buckets)
     counts, total = list(value.counts), value.sum
-    if isinstance(before, Buckets) and before.count <= value.count:
+    if isinstance(before, Buckets):
         counts = [n - m for n, m in zip(counts, before.counts, strict=True)]
         total -= before.sum
     return sdk.HistogramDataPoint(
@@ -108,11 +119,6 @@ def _histogram(
         min=None,  # type: ignore[arg-type]
         max=None,  # type: ignore[arg-type]
     )
-
-
-def _added(value: float, before: float) -> float:
-    """Since the last snapshot; a series that lost its place meanwhile began anew."""
-    return value - before if value >= before else value
 
 
 def _attributes(metric: Metric, key: Attributes) -> dict[str, str]:

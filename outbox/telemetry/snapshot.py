@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -40,3 +40,12 @@ class Snapshot:
     at: float
     """Now."""
     series: Mapping[Metric, Series]
+    began: Mapping[str, float] = field(default_factory=dict)
+    """Endpoints that were counted anew, and since when: they had lost their series meanwhile."""
+
+    def since(self, metric: Metric, key: Attributes) -> float:
+        """When counting of a series began, in epoch seconds."""
+        if "endpoint" not in metric.attributes:
+            return self.started_at
+        endpoint = key[metric.attributes.index("endpoint")]
+        return self.began.get(endpoint or "", self.started_at)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outbox.telemetry.catalogue import CATALOGUE, OTHER, Kind, Metric
+from outbox.core.endpoint import OTHERS
+from outbox.telemetry.catalogue import CATALOGUE, Kind, Metric
 
 HEAD = f"""\
 # Metrics
@@ -13,7 +14,7 @@ pushed by OTLP, too. Units are UCUM's; what is in braces is only counted.
 
 `endpoint` is the name of an endpoint, for at most `OUTBOX_METRICS_ENDPOINTS_MAX`
 endpoints of a replica (100 if not said); all others are measured together as
-`{OTHER}`. So ten thousand endpoints do not become a hundred thousand series.
+`{OTHERS}`. So ten thousand endpoints do not become a hundred thousand series.
 
 Counters and histograms are of one replica and begin with its process: add up the
 replicas. Gauges of lanes and endpoints are of the endpoints that the replica owns;

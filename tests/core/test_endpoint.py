@@ -71,6 +71,7 @@ def test_values_have_one_form() -> None:
         ({"name": "a\nb"}, "name: must be printable text"),
         ({"name": "\udc80"}, "name: must be printable text"),
         ({"name": "é" * 101}, "name: longer than 200 bytes"),
+        ({"name": "(other)"}, r'name: "\(other\)" stands for all other endpoints in metrics'),
         ({"name": 7}, "name: must be a text, not 7"),
         ({"url": ""}, "url: must be a text"),
         ({"types": "order.*"}, "types: must be a list"),

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.answer import Answer, Failure
+from outbox.core.endpoint import OTHERS
 from outbox.core.steps import AttemptRow, DeadRange
 from outbox.telemetry import catalogue
-from outbox.telemetry.catalogue import ANSWERS, OTHER, OUTCOMES
+from outbox.telemetry.catalogue import ANSWERS, OUTCOMES
 from outbox.telemetry.meters import Meters, error_type
 from outbox.telemetry.snapshot import Buckets
 
@@ -76,7 +77,7 @@ def test_that_nothing_has_ended_yet_is_told() -> None:
     meters.delivered(meters.taken("another"), 1, None)
     meters.taken("a third")
     ended = meters.snapshot(1.0, {}).series[catalogue.DELIVERIES]
-    assert [ended[OTHER, outcome] for outcome in OUTCOMES] == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert [ended[OTHERS, outcome] for outcome in OUTCOMES] == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_series_do_not_grow_with_the_endpoints() -> None:
@@ -88,7 +89,7 @@ def test_series_do_not_grow_with_the_endpoints() -> None:
         meters.delivered(here, 1, 0.1)
     series = meters.snapshot(1.0, {}).series
     assert sum(map(len, series.values())) <= 101 * (3 + 8 + 2) + 10
-    assert series[catalogue.DELIVERIES][OTHER, "delivered"] == 9_900
+    assert series[catalogue.DELIVERIES][OTHERS, "delivered"] == 9_900
     assert sum(series[catalogue.DELIVERIES].values()) == 10_000  # type: ignore[arg-type]
 
 
@@ -96,7 +97,7 @@ def test_who_is_owned_no_more_leaves_its_place_to_others() -> None:
     meters = Meters(endpoints_max=1)
     first = meters.taken("first")
     meters.delivered(first, 1, None)
-    assert meters.label("second") == OTHER
+    assert meters.label("second") == OTHERS
     meters.left(first)
     series = meters.snapshot(1.0, {}).series
     assert counted(series) == {("first", "delivered"): 1}, "not before it is needed"
@@ -111,7 +112,7 @@ def test_a_new_session_owns_nothing() -> None:
     meters.begin()
     assert meters.label("first") == "first"
     meters.taken("second")
-    assert meters.label("first") == OTHER
+    assert meters.label("first") == OTHERS
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metrics
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from opentelemetry.sdk.resources import Resource
 
+from outbox.core.answer import Answer
+from outbox.core.steps import AttemptRow
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE
+from outbox.telemetry.meters import Meters
 from outbox.telemetry.otlp import MetricsData
 from outbox.telemetry.snapshot import Buckets, Snapshot
 from tests.telemetry.test_prometheus import everything
@@ -86,11 +90,32 @@ def test_who_wants_deltas_gets_what_was_added() -> None:
     assert (point.count, point.sum) == (3, 3.0)
 
 
-def test_a_series_that_began_anew_adds_what_it_has() -> None:
-    data = MetricsData(RESOURCE, "1", delta=True)
-    pushed(data, counted(160.0, 5, (5, *[0] * 9)))
-    found = pushed(data, counted(220.0, 2, (2, *[0] * 9)))
-    (point,) = found["outbox.events"].sum.data_points
-    assert (point.as_double or point.as_int) == 2
+@pytest.mark.parametrize("delta", [False, True], ids=["cumulative", "delta"])
+def test_a_series_that_began_anew_says_since_when(delta: bool) -> None:
+    """Also if it has grown beyond what it was when it lost its place."""
+    data = MetricsData(RESOURCE, "1", delta=delta)
+    meters = Meters(100.0, endpoints_max=1)
+    row = AttemptRow(1, 1, 1, "delivered", 200, None, 110.0, 0.5)
+
+    def deliver(name: str, times: int) -> None:
+        here = meters.taken(name)
+        for _ in range(times):
+            meters.attempted(here, row, Answer.of(200, 0.5))
+            meters.delivered(here, 1, None)
+        meters.left(here)
+
+    deliver("shop", 2)
+    pushed(data, meters.snapshot(160.0, {}))
+    meters.snapshot(190.0, {})  # Somebody else has looked.
+    deliver("billing", 1)
+    deliver("shop", 5)
+    found = pushed(data, meters.snapshot(220.0, {}))
+    (point,) = found["outbox.attempts"].sum.data_points
+    assert attributes(point)["endpoint"] == "shop"
+    assert (point.as_double or point.as_int) == 5
+    assert point.start_time_unix_nano == 190 * 10**9
+    (point,) = found["outbox.attempt.duration"].histogram.data_points
+    assert (point.count, point.sum, point.start_time_unix_nano) == (5, 2.5, 190 * 10**9)
     (point,) = found["outbox.delivery.attempts"].histogram.data_points
-    assert point.count == 2
+    assert point.count == (6 if delta else 8), "what is of no endpoint goes on"
+    assert point.start_time_unix_nano == (160 if delta else 100) * 10**9
