@@ -51,7 +51,7 @@ async def of_endpoints(
         state = home.health.state
         states[state] += 1
         if state in TROUBLE:
-            troubled.append((now - home.health.record().since, name, state))
+            troubled.append((now - home.troubled_since, name, state))
         # Also of one that owes nothing: a series that is not there cannot be told from a lost one.
         backlog[label] += 0
         for each in home.lanes.values():

@@ -114,9 +114,16 @@ async def test_what_is_owed_is_seen_with_its_age(database: Database) -> None:
         return BUSY if broken and sent.url.endswith("/sick") else OK
 
     retry = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
-    await add_endpoint(database, "sick", retry=retry, lanes=2)
+    sick = await add_endpoint(database, "sick", retry=retry, lanes=2)
     await add_endpoint(database, "well")
     await inserted_an_hour_ago(database)
+    # It failed two hours ago, was recovering, and will fail again.
+    await fetchval(
+        database,
+        "UPDATE endpoint_health SET state = 'recovering', since = clock_timestamp(),"
+        " told_held_since = clock_timestamp() - interval '2 hours' WHERE endpoint_id = $1",
+        sick.id,
+    )
     async with running(database, Network(script)) as worker:
         for n in range(20):
             await publish(database, n, key=f"key {n}")
@@ -142,8 +149,10 @@ async def test_what_is_owed_is_seen_with_its_age(database: Database) -> None:
     assert found[catalogue.LANES]["idle",] == 1
     assert found[catalogue.ENDPOINTS]["healthy",] == 1
     assert found[catalogue.ENDPOINTS]["failing",] == 1
-    ((trouble, state),) = found[catalogue.ENDPOINT_TROUBLE]
+    (((trouble, state), age_s),) = found[catalogue.ENDPOINT_TROUBLE].items()
     assert (trouble, state) == ("sick", "failing")
+    assert isinstance(age_s, float)
+    assert 7200 <= age_s < 7300
     assert found[catalogue.LEADS] == {(): 1}
     assert 0 <= found[catalogue.RELAY_LAG][()] < 10
     assert found[catalogue.DEAD_LETTERS] == {(): 0}
