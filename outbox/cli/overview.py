@@ -6,6 +6,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import age, count
+from outbox.core.health import PROBE_MAX_S, PROBED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,23 +85,13 @@ def endpoint_row(endpoint: EndpointStatus) -> tuple[Any, ...]:
     """One endpoint under `ENDPOINT_COLUMNS`."""
     return (
         endpoint.name,
-        _state(endpoint),
+        endpoint.condition,
         endpoint.owed,
         age(endpoint.oldest_s),
         f"{endpoint.failing_lanes}/{endpoint.lanes}" if endpoint.failing_lanes else None,
         endpoint.dead_letters,
         endpoint.replica,
     )
-
-
-def _state(endpoint: EndpointStatus) -> str:
-    """The operator's word, or the receiver's where the operator has none."""
-    if endpoint.blocked_lanes:
-        return "blocked"
-    health = endpoint.health
-    if endpoint.state == "active" and health is not None and health.state != "healthy":
-        return health.state
-    return endpoint.state
 
 
 def notes(overview: Overview) -> Iterator[str]:
@@ -137,13 +128,25 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
     if (head := endpoint.failing) is not None:
         answer = head.last_answer or {}
         said = answer.get("status") or answer.get("failure") or "no answer"
-        again = f", next at {_time(head.next_attempt_at)}" if head.next_attempt_at else ""
-        yield f"number {head.sequence}: {said}, {count(head.attempts, 'attempt')}{again}"
+        tried = count(head.attempts, "attempt")
+        if head.probes:
+            tried += f" ({count(head.probes, 'free probe')} among them)"
+        yield f"number {head.sequence}: {said}, {tried}{_next(endpoint)}"
     if endpoint.old_lanes:
         yield (
             f"{count(endpoint.old_lanes, 'lane')} of an older generation still owe "
             f"{endpoint.old_owed}; the new ones wait"
         )
+
+
+def _next(endpoint: EndpointStatus) -> str:
+    """When it is tried again, as far as that is known."""
+    head = endpoint.failing
+    if endpoint.state != "active" or head is None or head.next_attempt_at is None:
+        return ""
+    if endpoint.health is not None and endpoint.health.state in PROBED:
+        return f", probed again within {PROBE_MAX_S:.0f} s"
+    return f", next at {_time(head.next_attempt_at)}"
 
 
 def _time(at: datetime) -> str:

@@ -56,6 +56,10 @@ class State(StrEnum):
     DISABLED = "disabled"
 
 
+PROBED = (State.FAILING, State.REFUSING)
+"""Now and then something is sent only to find out whether it would be taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class HealthRecord:
     """What is kept of it for the next owner; times are epoch seconds."""

@@ -11,6 +11,8 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from outbox.core.health import PROBE_MAX_S, PROBED
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
@@ -98,7 +100,10 @@ class Head:
     event_id: UUID | None
     """None: that event is gone."""
     attempts: int
+    probes: int
+    """How many of them only found out how its receiver is: they count for no limit."""
     next_attempt_at: datetime | None
+    """At the latest by its schedule; a receiver that fails is probed sooner."""
     last_answer: dict[str, Any] | None
 
 
@@ -320,24 +325,29 @@ def _why_owed(delivery: Delivery, standing: Standing, now: datetime) -> Iterator
         ahead = delivery.sequence - head.sequence
         first = f" (event {head.event_id})" if head.event_id else ""
         yield f"waits behind {ahead} of its lane, the first is number {head.sequence}{first}" + (
-            f", which {_failing(head, now)}" if head.attempts else ""
+            f", which {_failing(standing, now)}" if head.attempts else ""
         )
     elif head.attempts:
         found = True
-        yield _failing(head, now)
+        yield _failing(standing, now)
     if not found:
         yield "is about to be sent"
 
 
-def _failing(head: Head, now: datetime) -> str:
+def _failing(standing: Standing, now: datetime) -> str:
+    head = standing.head
     answer = head.last_answer or {}
     said = answer.get("status") or answer.get("failure") or "no answer"
     tried = "1 attempt" if head.attempts == 1 else f"{head.attempts} attempts"
+    if head.probes:
+        tried += f" ({head.probes} of them free probes)"
     text = f"failed in {tried}, the last with {said}"
-    if head.next_attempt_at is not None:
-        left_s = (head.next_attempt_at - now).total_seconds()
-        text += f"; the next is {f'in {_age(left_s)}' if left_s > 0 else 'due'}"
-    return text
+    if head.next_attempt_at is None or standing.state != "active":
+        return text
+    if standing.health in PROBED:
+        return f"{text}; it is probed again within {PROBE_MAX_S:.0f} s"
+    left_s = (head.next_attempt_at - now).total_seconds()
+    return f"{text}; the next is {f'in {_age(left_s)}' if left_s > 0 else 'due'}"
 
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from outbox.core.condition import condition
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.identity import lane_name
 from outbox.core.signature import parse_secret
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 # statistics are from a time with few lanes.
 LANE_STATE = """
 SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor_batch,
-       p.head_seq, p.attempts, p.next_attempt_at, p.last_answer,
+       p.head_seq, p.attempts, p.spent, p.next_attempt_at, p.last_answer,
        greatest(p.acked_seq, (
            SELECT a.seq FROM attempt a
             WHERE a.lane_id = l.id AND a.batch >= p.floor_batch AND a.seq > p.acked_seq
@@ -44,11 +45,17 @@ SETTINGS = """
        e.backlog_age_max_s, e.disable_after_s, e.lanes
 """
 
+# Whether an endpoint `e` gets what is new, and whether one of its lanes waits for an
+# operator; of those lanes there are few.
+SUBSCRIBED = """EXISTS (
+           SELECT FROM subscription s WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)"""
+BLOCKED = """e.id IN (
+           SELECT l.endpoint_id FROM lane_block b JOIN lane l ON l.id = b.lane_id)"""
+
 LIST_ENDPOINTS = f"""
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_why, e.generation, e.created_at, {SETTINGS},
        h.state AS health, h.since, h.held_until, h.last_answer,
-       EXISTS (SELECT FROM subscription s
-                WHERE s.endpoint_id = e.id AND s.to_batch IS NULL) AS subscribed,
+       {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
        (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0) FROM ({LANE_STATE}) s
          WHERE s.endpoint_id = e.id)::bigint AS owed,
        (SELECT count(*) FROM dead_letter d
@@ -106,6 +113,8 @@ class EndpointRow:
     state_at: datetime
     state_by: str | None
     state_why: str | None
+    condition: str
+    """In a word, what its operator said, what waits for one, or how its receiver answers."""
     health: str
     """How well it works."""
     subscribed: bool
@@ -132,7 +141,10 @@ class LaneRow:
     acked_seq: int
     attempts: int
     """Of the delivery at its head, when that is failing."""
+    probes: int
+    """How many of them only found out how its receiver is: they count for no limit."""
     next_attempt_at: datetime | None
+    """At the latest by its schedule; a receiver that fails is probed sooner."""
     last_answer: dict[str, Any] | None
     blocked_seq: int | None
     """The number that was given up, and for which the lane waits for an operator."""
@@ -276,6 +288,9 @@ def _endpoint(row: Any) -> EndpointRow:
         state_at=row["state_at"],
         state_by=row["state_by"],
         state_why=row["state_why"],
+        condition=condition(
+            row["state"], row["health"], blocked=row["blocked"], subscribed=row["subscribed"]
+        ),
         health=row["health"],
         subscribed=row["subscribed"],
         tenant=row["tenant"],
@@ -298,6 +313,7 @@ def _lane(row: Any) -> LaneRow:
         last_seq=row["last_seq"],
         acked_seq=row["acked_seq"],
         attempts=row["attempts"] if failing else 0,
+        probes=row["attempts"] - row["spent"] if failing else 0,
         next_attempt_at=row["next_attempt_at"] if failing else None,
         last_answer=_json(row["last_answer"]) if failing else None,
         blocked_seq=row["blocked_seq"],

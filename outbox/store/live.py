@@ -6,11 +6,13 @@ is at most a second old, and looks closely at what is shown alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.condition import condition
 from outbox.store.connect import map_errors
+from outbox.store.endpoints import BLOCKED, SUBSCRIBED
 from outbox.store.status import COUNT_EVENTS
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ shown AS (
      ORDER BY owed DESC, e.name COLLATE "C" LIMIT $2),
 near AS (
     SELECT e.id, e.name, e.state, h.state AS health, h.since, h.held_until, s.owed, s.lanes,
+           {BLOCKED} AS held_up, {SUBSCRIBED} AS subscribed,
            n.generation, n.slot, n.owed AS lane_owed, n.failing, n.blocked, n.oldest_s
       FROM shown s
       JOIN endpoint e ON e.id = s.endpoint_id
@@ -77,13 +80,15 @@ SELECT * FROM totals LEFT JOIN near ON true
  ORDER BY owed DESC, name COLLATE "C", generation DESC, slot
 """  # noqa: S608 (constants only)
 
-# How the endpoints are, by the word that says most: the operator's, or the breaker's.
-STATES = """
-SELECT CASE e.state WHEN 'active' THEN h.state ELSE e.state END AS state, count(*) AS endpoints
+# How the endpoints are: everything that goes into their condition.
+STATES = f"""
+SELECT e.state, h.state AS health, {BLOCKED} AS blocked,
+       e.id IN (SELECT endpoint_id FROM subscription WHERE to_batch IS NULL) AS subscribed,
+       count(*) AS endpoints
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)
- GROUP BY 1
-"""
+ GROUP BY 1, 2, 3, 4
+"""  # noqa: S608 (constants only)
 
 DEAD_LETTERS = f"""
 SELECT count(*) FROM (
@@ -112,6 +117,8 @@ class EndpointView:
     name: str
     state: str
     """Its operator's word: active, paused, disabling, disabled or removing."""
+    condition: str
+    """In a word, what its operator said, what waits for one, or how its receiver answers."""
     health: str
     since: datetime
     """When its health became that."""
@@ -141,7 +148,7 @@ class Totals:
     dead_letters: int
     """At most `DEAD_LETTERS_MAX`, and one more stands for all that are above."""
     states: dict[str, int]
-    """Endpoints by how they are."""
+    """Endpoints by their condition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +182,12 @@ async def look(
         events = 0
         if since_batch is not None and tenant is None:
             events = await connection.fetchval(COUNT_EVENTS, since_batch)
+    conditions: Counter[str] = Counter()
+    for each in states:
+        word = condition(
+            each["state"], each["health"], blocked=each["blocked"], subscribed=each["subscribed"]
+        )
+        conditions[word] += each["endpoints"]
     first = rows[0]
     totals = Totals(
         at=first["at"],
@@ -186,7 +199,7 @@ async def look(
         failing_lanes=first["failing_lanes"],
         blocked_lanes=first["blocked_lanes"],
         dead_letters=dead,
-        states={each["state"]: each["endpoints"] for each in states},
+        states=dict(conditions),
     )
     return Look(totals, _endpoints([row for row in rows if row["id"] is not None]))
 
@@ -203,6 +216,9 @@ def _endpoints(rows: list[Record]) -> list[EndpointView]:
         EndpointView(
             row["name"],
             row["state"],
+            condition(
+                row["state"], row["health"], blocked=row["held_up"], subscribed=row["subscribed"]
+            ),
             row["health"],
             row["since"],
             row["held_until"],

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 COLUMNS = """
 name, cron, timezone, type, key, tenant, misfire, grace_s, overlap, state, state_at, state_by,
-state_why, next_at, last_at, last_run_at, last_event_id, created_at, clock_timestamp() AS now
+state_why, next_at, last_at, last_run_at, last_event_id, created_at, clock_timestamp() AS now,
+state = 'active' AND overlap = 'wait' AND next_at <= clock_timestamp() AND look_at > next_at
+    AS waits
 """
 
 # Without payloads, each of which may be large.
@@ -76,6 +78,8 @@ class Schedule:
     """The tick that was published last."""
     last_run_at: datetime | None
     last_event: UUID | None
+    waits: bool
+    """It is due, and waits until that event was delivered or given up wherever it goes."""
     created_at: datetime
     now: datetime
     """When it was looked at."""
@@ -179,6 +183,7 @@ def _schedule(row: Record) -> Schedule:
         last_at=row["last_at"],
         last_run_at=row["last_run_at"],
         last_event=row["last_event_id"],
+        waits=row["waits"],
         created_at=row["created_at"],
         now=row["now"],
     )

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
+from outbox.core.condition import condition
 from outbox.core.identity import lane_name
 from outbox.core.periods import waiting
 from outbox.store.connect import map_errors
-from outbox.store.endpoints import LANE_STATE
+from outbox.store.endpoints import LANE_STATE, SUBSCRIBED
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -73,10 +74,10 @@ blocks AS MATERIALIZED (
 SELECT e.*, (SELECT sum(owed) FROM totals)::bigint AS owed_by_all, r.name AS replica,
        (SELECT count(*) FROM dead_letter d WHERE d.endpoint_id = e.id AND d.state = 'dead')
            AS dead_letters,
-       h.state AS health, h.since AS health_since, h.held_until,
+       h.state AS health, h.since AS health_since, h.held_until, {SUBSCRIBED} AS subscribed,
        coalesce(k.lanes, 0) AS blocked_lanes, k.generation AS block_generation,
        k.slot AS block_slot, k.seq AS block_seq, k.at AS block_at, k.dead_id,
-       f.generation, f.slot, f.head_seq, f.attempts, f.next_attempt_at,
+       f.generation, f.slot, f.head_seq, f.attempts, f.spent, f.next_attempt_at,
        f.last_answer::text AS last_answer,
        CASE WHEN e.owed > 0 THEN (
            SELECT extract(epoch FROM clock_timestamp() - min(oldest.created_at))::float8
@@ -153,7 +154,10 @@ class Head:
     lane: str
     sequence: int
     attempts: int
+    probes: int
+    """How many of them only found out how its receiver is: they count for no limit."""
     next_attempt_at: datetime | None
+    """At the latest by its schedule; a receiver that fails is probed sooner."""
     last_answer: dict[str, Any] | None
 
 
@@ -189,6 +193,8 @@ class EndpointStatus:
     state_at: datetime
     state_by: str | None
     state_why: str | None
+    condition: str
+    """In a word, what its operator said, what waits for one, or how its receiver answers."""
     health: Health | None
     lanes: int
     owed: int
@@ -317,6 +323,7 @@ def _endpoint(row: Any) -> EndpointStatus:
             lane=lane_name(row["id"], row["generation"], row["slot"]),
             sequence=row["head_seq"],
             attempts=row["attempts"],
+            probes=row["attempts"] - row["spent"],
             next_attempt_at=row["next_attempt_at"],
             last_answer=orjson.loads(row["last_answer"]) if row["last_answer"] else None,
         )
@@ -332,6 +339,10 @@ def _endpoint(row: Any) -> EndpointStatus:
     same = {
         name: row[name]
         for name in EndpointStatus.__slots__
-        if name not in ("health", "failing", "block")
+        if name not in ("condition", "health", "failing", "block")
     }
-    return EndpointStatus(**same, health=health, failing=failing, block=block)
+    word = condition(
+        row["state"], row["health"],
+        blocked=row["blocked_lanes"] > 0, subscribed=row["subscribed"],
+    )  # fmt: skip
+    return EndpointStatus(**same, condition=word, health=health, failing=failing, block=block)

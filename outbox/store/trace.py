@@ -304,6 +304,7 @@ def _standing(row: Any) -> Standing:
             sequence=sequence,
             event_id=row["head_event"],
             attempts=row["attempts"] if failing else 0,
+            probes=row["attempts"] - row["spent"] if failing else 0,
             next_attempt_at=row["next_attempt_at"] if failing else None,
             last_answer=_json(row["answer"]) if failing else None,
         ),

@@ -9,7 +9,16 @@ import pytest
 from outbox.admin.live import FRESH_S, LiveBook
 from outbox.store import live
 from tests.support.api import make_token
-from tests.support.relay import BUSY, OK, Network, add_endpoint, all_ended, publish, running
+from tests.support.relay import (
+    BUSY,
+    OK,
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -39,6 +48,11 @@ async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api)
             told = (await api.get("/v1/live")).json["endpoints"]
             return [(each["name"], each["owed"]) for each in told] == [("sick", 10), ("well", 0)]
 
+        async def everything_is_blocked() -> bool:
+            told = (await api.get("/v1/live")).json
+            words = {each["condition"] for each in told["endpoints"]}
+            return bool(words == {"blocked"} and told["totals"]["states"] == {"blocked": 2})
+
         await until(settled, 20, "it to settle")
         told = (await api.get("/v1/live")).json
     sick, well = told["endpoints"]
@@ -49,6 +63,9 @@ async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api)
     assert told["totals"]["owed"] == 10
     assert told["totals"]["failing_lanes"] == 2
     assert told["totals"]["states"] == {"failing": 1, "healthy": 1}
+    assert [each["condition"] for each in told["endpoints"]] == ["failing", "healthy"]
+    await fetchval(database, "INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane")
+    await until(everything_is_blocked, 20, "the next look")
 
 
 async def test_rates_are_between_two_looks(database: Database) -> None:

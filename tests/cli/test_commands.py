@@ -585,7 +585,7 @@ def test_status(here: Command, database: Database) -> None:
         database,
         """
         UPDATE lane_counter SET last_seq = 2;
-        UPDATE lane_progress SET head_seq = 1, attempts = 3, next_attempt_at = now(),
+        UPDATE lane_progress SET head_seq = 1, attempts = 3, spent = 3, next_attempt_at = now(),
                last_answer = '{"failure": "timeout"}';
         INSERT INTO replica (name, version, pids, lease_s, expires_at)
         VALUES ('r1', '1', '{}', 5, now() + interval '1 hour') RETURNING id
@@ -594,8 +594,42 @@ def test_status(here: Command, database: Database) -> None:
     text = here("status").out
     assert "1 alive" in text
     assert re.search(r"number 1: timeout, 3 attempts, next at \d\d:\d\d:\d\d", text)
+    sql = "UPDATE lane_progress SET attempts = 59; UPDATE endpoint_health SET state = 'failing'"
+    execute(database, sql)
+    probed = "number 1: timeout, 59 attempts (56 free probes among them), probed again within 60 s"
+    assert probed in here("status").out
+    assert re.search(r"59 \(56 probes\) +probed within 60 s", here("endpoint", "show", "a").out)
+    execute(database, "UPDATE endpoint SET state = 'paused'")
+    assert "among them)\n" in here("status").out, "nobody tries while it is paused"
     here("endpoint", "add", "b", URL)
     assert "and 1 endpoint more; see: outbox endpoint list" in here("status", "--limit", 1).out
+
+
+def test_an_endpoint_is_the_same_in_every_listing(here: Command, database: Database) -> None:
+    """However well its receiver is: a lane that waits for a person is not healthy."""
+    names = ("blocked", "failing", "healthy", "paused")
+    for name in names:
+        here("endpoint", "add", name, URL)
+    execute(
+        database,
+        """
+        INSERT INTO lane_block (lane_id, seq)
+        SELECT l.id, 1 FROM lane l JOIN endpoint e ON e.id = l.endpoint_id
+         WHERE e.name IN ('blocked', 'paused');
+        UPDATE endpoint SET state = 'paused' WHERE name = 'paused';
+        UPDATE endpoint_health h SET state = 'failing' FROM endpoint e
+         WHERE e.id = h.endpoint_id AND e.name = 'failing'
+        """,
+    )
+    for listing in (
+        here("status", "--json").json["endpoints"],
+        here("endpoint", "list", "--json").json,
+        [here("endpoint", "show", name, "--json").json["endpoint"] for name in names],
+    ):
+        assert {each["name"]: each["condition"] for each in listing} == {n: n for n in names}
+    assert [line.split()[1] for line in here("status").out.split("\n\n")[1].splitlines()[1:]] == [
+        *names
+    ]
 
 
 def test_status_says_when_the_timeline_changed(here: Command, database: Database) -> None:

@@ -253,7 +253,7 @@ def test_pause_and_resume_several(here: Command) -> None:
     assert here("endpoint", "pause", "a", "--why", "they moved").code == 0
     both = here("endpoint", "pause", "a", "b")
     assert both.out == 'endpoint "a" is paused already\npaused endpoint "b"\n'
-    state = here("endpoint", "show", "a").out.splitlines()[3]
+    state = here("endpoint", "show", "a").out.splitlines()[4]
     assert re.fullmatch(r"state +paused since \S+ \S+ by \S+@\S+: they moved", state)
     as_json = here("endpoint", "resume", "a", "--json").json
     assert [(c["name"], c["state"], c["changed"]) for c in as_json] == [("a", "active", True)]
@@ -398,7 +398,7 @@ def test_a_list_says_in_a_word_how_an_endpoint_is(here: Command, database: Datab
     for statement in sql.split(";"):
         asyncio.run(fetchval(database, statement))
     words = [line.split()[5] for line in here("endpoint", "list").out.splitlines()[1:]]
-    assert words == ["draining", "failing", "active", "paused"]
+    assert words == ["draining", "failing", "healthy", "paused"]
 
 
 async def test_waiting_for_a_removal_can_be_interrupted(database: Database) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.relay import fetchval
+
 if TYPE_CHECKING:
     from tests.cli.conftest import Command
+    from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
 
@@ -91,6 +95,24 @@ def test_the_life_of_a_schedule(here: Command) -> None:
     gone = here("schedule", "run-now", "nightly")
     assert gone.code == 2
     assert gone.error == 'there is no schedule "nightly"; see: outbox schedule list'
+
+
+def test_one_that_waits_for_its_last_run_says_so(here: Command, database: Database) -> None:
+    here(*NIGHTLY, "--overlap", "wait")
+    run = here("schedule", "run-now", "nightly", "--json").json["id"]
+    assert here("schedule", "show", "nightly", "--json").json["waits"] is False
+    due = "UPDATE schedule SET next_at = now() - interval '9 min'"
+    asyncio.run(fetchval(database, f"{due}, look_at = now() - interval '9 min'"))
+    (listed,) = here("schedule", "list").out.splitlines()[1:-1]
+    assert re.search(r" due ", listed)
+    asyncio.run(fetchval(database, f"{due}, look_at = now() + interval '1 min'"))
+    (listed,) = here("schedule", "list").out.splitlines()[1:-1]
+    assert re.search(r" waits ", listed)
+    assert re.search(
+        rf"next runs +when the run of \S+ \S+ has ended, see: outbox trace {run}",
+        here("schedule", "show", "nightly").out,
+    )
+    assert here("schedule", "show", "nightly", "--json").json["waits"] is True
 
 
 def test_publishing_later(here: Command) -> None:

@@ -44,7 +44,12 @@ STANDING = Standing(
     held_until=None,
     relay="relay-1",
     head=Head(
-        sequence=5, event_id=EVENT.event_id, attempts=0, next_attempt_at=None, last_answer=None
+        sequence=5,
+        event_id=EVENT.event_id,
+        attempts=0,
+        probes=0,
+        next_attempt_at=None,
+        last_answer=None,
     ),
     blocked_since=None,
     blocked_by=None,
@@ -221,6 +226,33 @@ HEAD = STANDING.head
                 )
             },
             ["failed in 1 attempt, the last with dns; the next is due"],
+        ),
+        (
+            {
+                "health": "failing",
+                "head": replace(
+                    HEAD,
+                    attempts=59,
+                    probes=55,
+                    next_attempt_at=NOW + timedelta(hours=4),
+                    last_answer={"status": 503},
+                ),
+            },
+            [
+                "waits: its endpoint is failing since 2 d",
+                "failed in 59 attempts (55 of them free probes), the last with 503; it is probed "
+                "again within 60 s",
+            ],
+        ),
+        (
+            {
+                "state": "paused",
+                "head": replace(HEAD, attempts=1, next_attempt_at=NOW, last_answer={"status": 503}),
+            },
+            [
+                "waits: its endpoint is paused since 2 d; outbox endpoint resume 'bill ing'",
+                "failed in 1 attempt, the last with 503",
+            ],
         ),
     ],
 )

@@ -580,6 +580,15 @@ async def test_what_is_overdue(db: Connection[Any]) -> None:
     finding = await the_one(db, "schedules")
     assert finding.severity is Severity.PROBLEM
     assert re.fullmatch(r'schedule "daily" \(.* \* \* \*\) is overdue for \d+ .*', finding.says)
+    await db.execute(
+        "UPDATE schedule SET overlap = 'wait', last_event_id = gen_random_uuid(),"
+        " next_at = now() - interval '9 min', look_at = now() + interval '1 min'"
+    )
+    finding = await the_one(db, "schedules")
+    assert finding.severity is Severity.WARNING
+    waits = r'schedule "daily" \(.*\) is due for 9 min, and waits until its last run has ended'
+    assert re.fullmatch(waits, finding.says)
+    assert re.fullmatch(r"find out who owes it: outbox trace \S{36}", finding.do or "")
     await db.execute("UPDATE schedule SET state = 'paused'")
     assert await told(db, "schedules") == []
     await db.execute("UPDATE future_event SET deliver_at = now() - interval '2 hours'")

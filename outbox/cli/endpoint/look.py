@@ -15,15 +15,16 @@ from outbox.cli.common import (
     tell_more,
 )
 from outbox.cli.endpoint.group import command
-from outbox.cli.output import cell, emit_json, emit_pairs, emit_table
+from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.core import declaration, retry
+from outbox.core.health import PROBE_MAX_S, PROBED
 from outbox.core.schedule import COLUMNS, cells, markdown, schedule
 from outbox.store import endpoints
 from outbox.views import endpoints as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.store.endpoints import Detail, EndpointRow
+    from outbox.store.endpoints import Detail, EndpointRow, LaneRow
 
 PAGE = 500
 
@@ -57,7 +58,7 @@ def list_(settings: Settings, limit: int, after: str | None, as_json: bool) -> N
         emit_table(
             ["name", "url", "types", "tenant", "lanes", "state", "owed", "dead letters"],
             [
-                (r.name, r.url, r.types, _tenant(r), r.lanes, _state(r), r.owed, r.dead_letters)
+                (r.name, r.url, r.types, _tenant(r), r.lanes, r.condition, r.owed, r.dead_letters)
                 for r in rows
             ],
             "no endpoints; add one with: outbox endpoint add NAME URL",
@@ -90,7 +91,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
             [
                 "lane",
                 "numbered",
-                "acked",
+                "done",
                 "owed",
                 "attempts",
                 "next attempt",
@@ -103,8 +104,8 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
                     lane.last_seq,
                     lane.acked_seq,
                     lane.owed,
-                    lane.attempts,
-                    lane.next_attempt_at,
+                    _attempts(lane),
+                    _next_attempt(found, lane),
                     lane.last_answer,
                     None if lane.blocked_seq is None else f"by number {lane.blocked_seq}",
                 )
@@ -218,6 +219,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("id", row.id),
         ("name", row.name),
         ("url", row.url),
+        ("condition", row.condition),
         ("state", state),
         ("receives", None if row.subscribed else "nothing new"),
         ("relay", _relay(found)),
@@ -242,13 +244,18 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
     ]
 
 
-def _state(row: EndpointRow) -> str:
-    """In a word: what its operator said, and else how well it works."""
-    if row.state != "active":
-        return row.state
-    if not row.subscribed:
-        return "draining"
-    return "active" if row.health == "healthy" else row.health
+def _attempts(lane: LaneRow) -> str:
+    """How often the head of a lane was tried; probes count for no limit."""
+    return f"{lane.attempts} ({count(lane.probes, 'probe')})" if lane.probes else f"{lane.attempts}"
+
+
+def _next_attempt(found: Detail, lane: LaneRow) -> Any:
+    """When the head of a lane is tried again, as far as that is known."""
+    if lane.next_attempt_at is None or found.row.state != "active" or lane.blocked_seq is not None:
+        return None
+    if found.health.state in PROBED:
+        return f"probed within {PROBE_MAX_S:.0f} s"
+    return lane.next_attempt_at
 
 
 def _relay(found: Detail) -> str:

@@ -96,7 +96,7 @@ def show(settings: Settings, name: str, as_json: bool) -> None:
                 ("since", paused and paused.state_at),
                 ("by", paused and paused.state_by),
                 ("why", paused and paused.state_why),
-                ("next runs", ", ".join(map(clock_time, found.next_runs())) or None),
+                ("next runs", _next_runs(found)),
                 ("last tick", found.last_at),
                 ("last run", found.last_run_at),
                 ("last event", found.last_event),
@@ -124,9 +124,23 @@ def _row(schedule: Schedule) -> tuple[Any, ...]:
         schedule.type,
         schedule.state,
         None if next_at is None else clock_time(schedule.next_runs(1)[0]),
-        "due" if in_s is not None and in_s <= 0 else age(in_s),
+        _in(schedule, in_s),
         schedule.last_run_at,
     )
+
+
+def _in(schedule: Schedule, in_s: float | None) -> Any:
+    """How long it is until the next run."""
+    if schedule.waits:
+        return "waits"
+    return "due" if in_s is not None and in_s <= 0 else age(in_s)
+
+
+def _next_runs(schedule: Schedule) -> str | None:
+    if schedule.waits and schedule.last_run_at is not None:
+        run = clock_time(schedule.last_run_at)
+        return f"when the run of {run} has ended, see: outbox trace {schedule.last_event}"
+    return ", ".join(map(clock_time, schedule.next_runs())) or None
 
 
 def _waiting(future: Future) -> str:
