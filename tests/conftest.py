@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -39,6 +40,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci")  # --hypothesis-profile=long comes later and wins.
 
 _seed_key = pytest.StashKey[int]()
+_majors_key = pytest.StashKey[list[int]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,6 +99,9 @@ def pytest_configure(config: pytest.Config) -> None:
         # One seed for a run, also when it is shared out among processes.
         asked = getattr(config, "workerinput", {}).get("seed") or int.from_bytes(os.urandom(4))
     config.stash[_seed_key] = asked
+    # Tests start processes by the hundred; without this each would compile every module anew.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        sys.dont_write_bytecode = False
     # pytest-xdist's processes inherit what this one has found.
     if (majors := _asked(config)) and not hasattr(config, "workerinput"):
         try:
@@ -155,11 +160,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _majors(config: pytest.Config) -> list[int]:
     """The majors to test on, newest first."""
-    try:
-        found = available()
-    except CannotRun as error:
-        raise pytest.UsageError(str(error)) from error
-    return _asked(config) or list(found)
+    # Kept, because looking for them starts programs, and hundreds of tests ask.
+    if _majors_key not in config.stash:
+        try:
+            found = available()
+        except CannotRun as error:
+            raise pytest.UsageError(str(error)) from error
+        config.stash[_majors_key] = _asked(config) or list(found)
+    return config.stash[_majors_key]
 
 
 def _asked(config: pytest.Config) -> list[int]:

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
-pytestmark = [pytest.mark.one_major, pytest.mark.browser]
+pytestmark = [
+    pytest.mark.one_major,
+    pytest.mark.browser,
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
 

@@ -22,9 +22,35 @@ def chromium() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
+_shared: Browser | None = None
+
+
 @asynccontextmanager
 async def browsing() -> AsyncIterator[Browser]:
-    """A browser of its own; it is the one that the marker `browser` asks for."""
+    """The browser that is shared, or else one of its own; visits are kept apart by contexts."""
+    if _shared is not None:
+        yield _shared
+        return
+    async with _started() as browser:
+        yield browser
+
+
+@asynccontextmanager
+async def shared() -> AsyncIterator[None]:
+    """One browser for all that ask within the block: to start one takes seconds.
+
+    It belongs to the event loop that starts it, and so do those who ask.
+    """
+    global _shared
+    async with _started() as _shared:
+        try:
+            yield
+        finally:
+            _shared = None
+
+
+@asynccontextmanager
+async def _started() -> AsyncIterator[Browser]:
     program = chromium()
     assert program is not None
     async with async_playwright() as playwright:

@@ -3,6 +3,7 @@ database per test, cloned from a template that was migrated once."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from outbox.embedded import EmbeddedPostgres
 from outbox.store.migrate import migrate
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from outbox.embedded import Setting
 
@@ -34,6 +35,7 @@ _MEMORY = Path("/dev/shm")
 _MEMORY_BYTES_MIN = 2 << 30  # Containers often have 64 MiB of it: too little.
 
 _TEMPLATE = "template_relay"
+_PREPARED = "SELECT quote_literal(gid) AS gid FROM pg_prepared_xacts WHERE database = $1"
 _numbers = itertools.count(1)
 
 
@@ -45,6 +47,8 @@ class Database:
         self.name = name
         self.schema = SCHEMA
         self._connections: list[asyncpg.Connection] = []
+        self._at_hand: list[asyncpg.Connection] = []
+        self._loop = asyncio.get_running_loop()
 
     @property
     def major(self) -> int:
@@ -72,14 +76,46 @@ class Database:
             if not connection.is_closed():
                 await connection.close(timeout=5)
 
-    async def forget_prepared(self) -> None:
-        """Roll back the prepared transactions that a test left behind."""
+    @asynccontextmanager
+    async def at_hand(self) -> AsyncIterator[asyncpg.Connection]:
+        """A connection to the schema that the next one gets, too: leave it as it was.
+
+        Tests wait by asking a hundred times a second.  Most of the work of a question would
+        be the connection, and it is taken from what is waited for.
+        """
+        connection = await self._taken()
+        try:
+            yield connection
+        finally:
+            if not connection.is_closed():
+                if self._is_at_home():
+                    self._at_hand.append(connection)
+                else:
+                    await connection.close(timeout=5)
+
+    def _is_at_home(self) -> bool:
+        """Connections are their loop's, and a test without one may make others."""
+        return asyncio.get_running_loop() is self._loop
+
+    async def _taken(self) -> asyncpg.Connection:
+        while self._at_hand and self._is_at_home():
+            connection = self._at_hand.pop()
+            try:
+                await connection.execute("SELECT")  # It may have been cut since.
+            except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError):
+                connection.terminate()
+            else:
+                return connection
+        connection = await asyncpg.connect(self.dsn, server_settings={"search_path": SCHEMA})
+        if self._is_at_home():
+            self._connections.append(connection)
+        return connection
+
+    async def forget(self, prepared: Iterable[str]) -> None:
+        """Roll back prepared transactions that a test left behind."""
         async with self.connection() as connection:
-            for row in await connection.fetch(
-                "SELECT quote_literal(gid) FROM pg_prepared_xacts "
-                "WHERE database = current_database()"
-            ):
-                await connection.execute(f"ROLLBACK PREPARED {row[0]}")
+            for gid in prepared:
+                await connection.execute(f"ROLLBACK PREPARED {gid}")
 
     async def close(self) -> None:
         """Cut the connections that `connect` made."""
@@ -115,12 +151,9 @@ class Server:
 
     async def execute(self, *statements: str) -> None:
         """Run statements in the database `postgres`."""
-        connection = await asyncpg.connect(self.embedded.dsn())
-        try:
+        async with self._connection() as connection:
             for statement in statements:
                 await connection.execute(statement)
-        finally:
-            await connection.close()
 
     @asynccontextmanager
     async def database(self, *, migrated: bool = True) -> AsyncIterator[Database]:
@@ -138,19 +171,34 @@ class Server:
         finally:
             await database.close()
             self.embedded.start()  # A fault test may have left it stopped.
-            await database.forget_prepared()  # They would keep it from being dropped.
-            await self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+            await self._drop(database)
+
+    async def _drop(self, database: Database) -> None:
+        async with self._connection() as connection:
+            prepared = await connection.fetch(_PREPARED, database.name)
+            if prepared:  # They would keep it from being dropped.
+                await database.forget(row["gid"] for row in prepared)
+            await connection.execute(f"DROP DATABASE {database.name} WITH (FORCE)")
+
+    @asynccontextmanager
+    async def _connection(self, name: str = "postgres") -> AsyncIterator[asyncpg.Connection]:
+        connection = await asyncpg.connect(self.embedded.dsn(name))
+        try:
+            yield connection
+        finally:
+            await connection.close()
 
     async def _make_template(self) -> None:
         await self.execute(
             f"DROP DATABASE IF EXISTS {_TEMPLATE}",
             f"CREATE DATABASE {_TEMPLATE} TEMPLATE template0",
         )
-        connection = await asyncpg.connect(self.embedded.dsn(_TEMPLATE))
-        try:
+        async with self._connection(_TEMPLATE) as connection:
             await migrate(connection, SCHEMA)
-        finally:
-            await connection.close()
+        # The first connection after that writes down what every connection wants to know of
+        # the catalog; in a copy it need not be found out again.
+        async with self._connection(_TEMPLATE):
+            pass
         # A template cannot be cloned while anybody is connected to it.
         await self.execute(f"ALTER DATABASE {_TEMPLATE} ALLOW_CONNECTIONS false")
         self._has_template = True

@@ -102,7 +102,7 @@ class Network:
 
 async def add_endpoint(database: Database, name: str = "shop", **options: Any) -> NewEndpoint:
     """An endpoint whose retries do not keep a test waiting."""
-    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+    async with database.at_hand() as connection:
         values = {"name": name, "url": f"http://receiver.test/{name}", "retry": QUICK_RETRY}
         settings = EndpointSettings.from_dict(values | options)
         return await endpoint_changes.add(connection, "relay", settings, actor="test")
@@ -110,7 +110,7 @@ async def add_endpoint(database: Database, name: str = "shop", **options: Any) -
 
 async def publish(database: Database, *payloads: Any, type: str = "a.b", **columns: Any) -> None:  # noqa: A002
     """Publish payloads in one transaction each."""
-    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+    async with database.at_hand() as connection:
         for payload in payloads:
             names = ["type", "payload", *columns]
             marks = ", ".join(f"${n}" for n in range(1, len(names) + 1))
@@ -176,13 +176,13 @@ async def killed_at_the_end(
 
 async def exceptions(database: Database) -> dict[str, tuple[str, ...]]:
     """What `outbox verify` would complain about."""
-    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+    async with database.at_hand() as connection:
         return {f.check.name: f.examples async for f in audit(connection) if f.violations}
 
 
 async def fetchval(database: Database, sql: str, *arguments: Any) -> Any:
     """One value."""
-    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+    async with database.at_hand() as connection:
         return await connection.fetchval(sql, *arguments)
 
 
@@ -200,5 +200,5 @@ async def all_ended(database: Database, timeout_s: float = 20) -> None:
                    SELECT FROM dead_letter x
                     WHERE x.lane_id = d.lane_id AND d.seq BETWEEN x.seq AND x.to_seq))
     """
-    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+    async with database.at_hand() as connection:
         await until(lambda: connection.fetchval(sql), timeout_s, "all deliveries to end")
