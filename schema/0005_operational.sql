@@ -88,7 +88,12 @@ BEGIN
          ORDER BY t.n;
         GET DIAGNOSTICS written = ROW_COUNT;
         RETURN written;
-    EXCEPTION WHEN others THEN
+    EXCEPTION
+    WHEN lock_not_available THEN
+        -- Nor would one after the other get it, and each would wait anew.
+        RAISE WARNING '% operational events were refused: % (%)', cardinality(wanted), SQLERRM, SQLSTATE;
+        RETURN 0;
+    WHEN others THEN
         IF cardinality(types) = 1 THEN
             RAISE WARNING 'an operational event was refused: % (%)', SQLERRM, SQLSTATE;
             RETURN 0;

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 FRESH_S = 1.0
 SAMPLES_MAX = 300
 """Ten minutes of a page that asks every two seconds."""
+LATELY_S = 10.0
+"""What was seen so long ago will do for whoever asks while it is looked at again."""
 FORGET_S = 600.0
 """A look that is older says nothing of rates."""
 WATCHED_MAX = 50
@@ -55,7 +57,9 @@ class _Watched:
         self.samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
         self.seen: Look | None = None
         self.limit = 0
-        """So many endpoints were asked for."""
+        """So many endpoints are looked at."""
+        self.much_at = float("-inf")
+        """When more than the usual were asked for."""
         self.looked_at = float("-inf")
         self.looking = asyncio.Lock()
 
@@ -89,32 +93,37 @@ class LiveBook:
         self._watched.move_to_end(tenant)
         while len(self._watched) > WATCHED_MAX:
             self._watched.popitem(last=False)
-        if watched.looking.locked() and (seen := watched.shown(limit)) is not None:
-            # Nobody waits with a connection in hand for what is being looked at.
-            return seen, watched.samples
+        lately = self._clock() - watched.looked_at < LATELY_S
+        if watched.looking.locked() and lately and (seen := watched.shown(limit)) is not None:
+            return seen, watched.samples  # Nobody waits with a connection in hand.
         async with watched.looking:
             now = self._clock()
             age_s = now - watched.looked_at
             before = watched.seen if age_s < FORGET_S else None
             if age_s < FRESH_S and (seen := watched.shown(limit)) is not None:
                 return seen, watched.samples
+            if limit > ENDPOINTS:
+                watched.much_at = now
+            # Who asks for more gets it at once, and then everybody is served of that.
+            watched.limit = ENDPOINTS_MAX if now - watched.much_at < FORGET_S else ENDPOINTS
             seen = await live.look(
                 connection,
                 schema,
                 tenant=tenant,
                 since_batch=None if before is None else before.totals.batch,
-                limit=limit,
+                limit=watched.limit,
             )
-            watched.limit = limit
             if before is not None and age_s < FRESH_S:
-                # Somebody asks for more endpoints; of rates so short a time says nothing.
-                watched.seen = seen = replace(seen, totals=before.totals)
-                return seen, watched.samples
-            if before is None:
-                watched.samples.clear()
-            elif (sample := _sample(before.totals, seen.totals)) is not None:
-                watched.samples.append(sample)
-            watched.seen, watched.looked_at = seen, now
+                # Of rates so short a time says nothing.
+                watched.seen = replace(seen, totals=before.totals)
+            else:
+                if before is None:
+                    watched.samples.clear()
+                elif (sample := _sample(before.totals, seen.totals)) is not None:
+                    watched.samples.append(sample)
+                watched.seen, watched.looked_at = seen, now
+            seen = watched.shown(limit)
+            assert seen is not None
         return seen, watched.samples
 
 

@@ -6,7 +6,8 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import age, count
-from outbox.core.health import PROBE_MAX_S, PROBED
+from outbox.core.condition import HEALTHY
+from outbox.core.health import PROBED, PROBING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -115,7 +116,10 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
         yield f"{endpoint.state} {since(endpoint.state_at)}{by}{why}{then}"
     health = endpoint.health
     if health is not None and health.state != "healthy":
-        yield f"{health.state} {since(health.since)}"
+        held = health.held_until is not None and health.held_until > now
+        goes_on = endpoint.state == "active" and endpoint.replica is not None and not held
+        tried = f"; {PROBING}" if goes_on and health.state in PROBED else ""
+        yield f"{health.state} {since(health.since)}{tried}"
     if health is not None and health.held_until is not None and health.held_until > now:
         yield f"nothing is sent until {_time(health.held_until)}, as its receiver asked"
     if (block := endpoint.block) is not None:
@@ -140,12 +144,12 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
 
 
 def _next(endpoint: EndpointStatus) -> str:
-    """When it is tried again, as far as that is known."""
-    head = endpoint.failing
-    if endpoint.state != "active" or head is None or head.next_attempt_at is None:
+    """When a delivery that failed is tried again, if its own time decides."""
+    head, health = endpoint.failing, endpoint.health
+    if head is None or head.next_attempt_at is None or endpoint.replica is None:
         return ""
-    if endpoint.health is not None and endpoint.health.state in PROBED:
-        return f", probed again within {PROBE_MAX_S:.0f} s"
+    if endpoint.condition != HEALTHY or (health is not None and health.state != HEALTHY):
+        return ""
     return f", next at {_time(head.next_attempt_at)}"
 
 

@@ -58,6 +58,8 @@ class State(StrEnum):
 
 PROBED = (State.FAILING, State.REFUSING)
 """Now and then something is sent only to find out whether it would be taken."""
+PROBING = f"its lanes are tried in turn, the next within {PROBE_MAX_S:.0f} s of the last answer"
+"""How that goes on, as long as somebody owns it and its receiver did not ask for more time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Health:
         "_turns",
         "_waiting",
         "_width",
+        "troubled_since",
     )
 
     def __init__(self, record: HealthRecord | None = None) -> None:
@@ -102,6 +105,9 @@ class Health:
         self._since = record.since
         self._held_until = record.held_until or 0.0
         self._last_answer = record.last_answer
+        self.troubled_since = None if record.state is State.HEALTHY else record.since
+        """Since when it is not healthy, whatever it seemed to recover meanwhile, as far as this
+        owner knows; anew when an operator lets it go on."""
         self._paused = False
         self._disabled = False
         self._failures = 0
@@ -279,10 +285,13 @@ class Health:
         self._failures = self._refusals = 0
         self._held_until = 0.0
         self._recover(now)
+        self.troubled_since = now
 
     def hold_to(self, now: float) -> None:
         """Forget times that a clock can only have told before it was set back."""
         self._since = min(self._since, now)
+        if self.troubled_since is not None:
+            self.troubled_since = min(self.troubled_since, now)
         self._held_until = min(self._held_until, now + RETRY_AFTER_S_MAX)
         self._probe_at = min(self._probe_at, now + PROBE_MAX_S)
 
@@ -335,6 +344,10 @@ class Health:
     def _enter(self, state: State, now: float, answer: dict[str, Any] | None) -> None:
         self._state = state
         self._since = now
+        if state is State.HEALTHY:
+            self.troubled_since = None
+        elif self.troubled_since is None:
+            self.troubled_since = now
         self._last_answer = answer
 
 

@@ -11,7 +11,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from outbox.core.health import PROBE_MAX_S, PROBED
+from outbox.core.health import PROBED, PROBING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -103,7 +103,7 @@ class Head:
     probes: int
     """How many of them only found out how its receiver is: they count for no limit."""
     next_attempt_at: datetime | None
-    """At the latest by its schedule; a receiver that fails is probed sooner."""
+    """By its schedule; while its endpoint is not healthy that decides, and not this."""
     last_answer: dict[str, Any] | None
 
 
@@ -316,9 +316,10 @@ def _why_owed(delivery: Delivery, standing: Standing, now: datetime) -> Iterator
         found = True
         left_s = (standing.held_until - now).total_seconds()
         yield f"waits for {_age(left_s)} more, as its receiver asked (Retry-After)"
-    elif standing.health in ("failing", "refusing"):
+    elif standing.health in PROBED:
         found = True
-        yield f"waits: its endpoint is {standing.health} {since(standing.health_since)}"
+        tried = f"; {PROBING}" if standing.state == "active" and standing.relay else ""
+        yield f"waits: its endpoint is {standing.health} {since(standing.health_since)}{tried}"
     head = standing.head
     if head.sequence < delivery.sequence:
         found = True
@@ -342,12 +343,20 @@ def _failing(standing: Standing, now: datetime) -> str:
     if head.probes:
         tried += f" ({head.probes} of them free probes)"
     text = f"failed in {tried}, the last with {said}"
-    if head.next_attempt_at is None or standing.state != "active":
+    if head.next_attempt_at is None or not _by_schedule(standing):
         return text
-    if standing.health in PROBED:
-        return f"{text}; it is probed again within {PROBE_MAX_S:.0f} s"
     left_s = (head.next_attempt_at - now).total_seconds()
     return f"{text}; the next is {f'in {_age(left_s)}' if left_s > 0 else 'due'}"
+
+
+def _by_schedule(standing: Standing) -> bool:
+    """Whether a delivery that failed is tried again at its own time, and nothing else decides."""
+    return (
+        standing.state == "active"
+        and standing.health == "healthy"
+        and standing.relay is not None
+        and standing.blocked_since is None
+    )
 
 
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"), (1.0, "s"))

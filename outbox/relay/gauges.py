@@ -50,8 +50,9 @@ async def of_endpoints(
         label = meters.label(name)
         state = home.health.state
         states[state] += 1
-        if state in TROUBLE:
-            troubled.append((now - home.troubled_since, name, state))
+        since = home.health.troubled_since
+        if state in TROUBLE and since is not None:
+            troubled.append((now - since, name, state))
         # Also of one that owes nothing: a series that is not there cannot be told from a lost one.
         backlog[label] += 0
         for each in home.lanes.values():

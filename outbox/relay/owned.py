@@ -128,15 +128,6 @@ class OwnedEndpoint:
         self.stopped = False
         self.timer: asyncio.TimerHandle | None = None
 
-    @property
-    def troubled_since(self) -> float:
-        """Since when it has not been healthy, in epoch seconds.
-
-        It may have begun to recover since, and have failed again.
-        """
-        since, held_since = self.health.record().since, self.told.held_since
-        return since if held_since is None else min(since, held_since)
-
     def add(
         self, loaded: Iterable[LoadedLane], sent_through_batch: int, now: float
     ) -> list[OwnedLane]:

@@ -46,11 +46,11 @@ SETTINGS = """
 """
 
 # Whether an endpoint `e` gets what is new, and whether one of its lanes waits for an
-# operator; of those lanes there are few.
+# operator.
 SUBSCRIBED = """EXISTS (
            SELECT FROM subscription s WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)"""
-BLOCKED = """e.id IN (
-           SELECT l.endpoint_id FROM lane_block b JOIN lane l ON l.id = b.lane_id)"""
+BLOCKED = """EXISTS (
+           SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
 
 LIST_ENDPOINTS = f"""
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_why, e.generation, e.created_at, {SETTINGS},
@@ -144,7 +144,7 @@ class LaneRow:
     probes: int
     """How many of them only found out how its receiver is: they count for no limit."""
     next_attempt_at: datetime | None
-    """At the latest by its schedule; a receiver that fails is probed sooner."""
+    """By its schedule; while its endpoint is not healthy that decides, and not this."""
     last_answer: dict[str, Any] | None
     blocked_seq: int | None
     """The number that was given up, and for which the lane waits for an operator."""

@@ -81,14 +81,20 @@ SELECT * FROM totals LEFT JOIN near ON true
 """  # noqa: S608 (constants only)
 
 # How the endpoints are: everything that goes into their condition.
-STATES = f"""
-SELECT e.state, h.state AS health, {BLOCKED} AS blocked,
-       e.id IN (SELECT endpoint_id FROM subscription WHERE to_batch IS NULL) AS subscribed,
-       count(*) AS endpoints
-  FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
+STATES = """
+WITH blocked AS (
+    SELECT DISTINCT l.endpoint_id FROM lane_block b JOIN lane l ON l.id = b.lane_id),
+subscribed AS (
+    SELECT DISTINCT endpoint_id FROM subscription WHERE to_batch IS NULL)
+SELECT e.state, h.state AS health, b.endpoint_id IS NOT NULL AS blocked,
+       s.endpoint_id IS NOT NULL AS subscribed, count(*) AS endpoints
+  FROM endpoint e
+  JOIN endpoint_health h ON h.endpoint_id = e.id
+  LEFT JOIN blocked b ON b.endpoint_id = e.id
+  LEFT JOIN subscribed s ON s.endpoint_id = e.id
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.tenant = $1)
  GROUP BY 1, 2, 3, 4
-"""  # noqa: S608 (constants only)
+"""
 
 DEAD_LETTERS = f"""
 SELECT count(*) FROM (
@@ -181,7 +187,8 @@ async def look(
         dead: int = await connection.fetchval(DEAD_LETTERS, tenant)
         events = 0
         if since_batch is not None and tenant is None:
-            events = await connection.fetchval(COUNT_EVENTS, since_batch)
+            # Up to where the next look goes on, and no further.
+            events = await connection.fetchval(COUNT_EVENTS, since_batch, rows[0]["batch"])
     conditions: Counter[str] = Counter()
     for each in states:
         word = condition(

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 COLUMNS = """
 name, cron, timezone, type, key, tenant, misfire, grace_s, overlap, state, state_at, state_by,
 state_why, next_at, last_at, last_run_at, last_event_id, created_at, clock_timestamp() AS now,
-state = 'active' AND overlap = 'wait' AND next_at <= clock_timestamp() AND look_at > next_at
-    AS waits
+state = 'active' AND overlap = 'wait' AND last_outbox_id IS NOT NULL
+    AND next_at <= clock_timestamp() AND look_at > next_at AS waits
 """
 
 # Without payloads, each of which may be large.

@@ -105,7 +105,7 @@ DEAD_LETTERS = "SELECT state, count(*) AS letters FROM dead_letter GROUP BY stat
 
 # Two sums that only rise; the logs are left alone.
 COUNT_NUMBERED = "SELECT coalesce(sum(last_seq), 0)::bigint FROM lane_counter"
-COUNT_EVENTS = "SELECT coalesce(sum(events), 0)::bigint FROM batch WHERE batch > $1"
+COUNT_EVENTS = "SELECT coalesce(sum(events), 0)::bigint FROM batch WHERE batch > $1 AND batch <= $2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Head:
     probes: int
     """How many of them only found out how its receiver is: they count for no limit."""
     next_attempt_at: datetime | None
-    """At the latest by its schedule; a receiver that fails is probed sooner."""
+    """By its schedule; while its endpoint is not healthy that decides, and not this."""
     last_answer: dict[str, Any] | None
 
 
@@ -267,7 +267,7 @@ async def read(
             dead = await connection.fetch(DEAD_LETTERS)
             numbered: int = await connection.fetchval(COUNT_NUMBERED)
             batch = cursor["batch"] if since is None else since.cursor.batch
-            events: int = await connection.fetchval(COUNT_EVENTS, batch)
+            events: int = await connection.fetchval(COUNT_EVENTS, batch, cursor["batch"])
     seen_at = cursor.pop("seen_at")
     overview = Overview(
         at=seen_at,

@@ -71,7 +71,8 @@ class Sampling:
         """Where its trace comes from; None: it is not traced."""
         headers = delivery.headers
         if headers is not None and (found := TRACEPARENT.search(headers)):
-            if self._follows and UNSAMPLED.match(headers, found.start()):
+            at = found.start()
+            if self._follows and UNSAMPLED.match(headers, at) and not _again(headers, at):
                 return None
             origin = origin_of(delivery)
             if origin.context is not None and self._follows:
@@ -80,6 +81,11 @@ class Sampling:
             return origin if origin.trace_id & _LOW < self._bound else None
         trace_id = trace_id_of(delivery.event_id)
         return Origin(trace_id, None) if trace_id & _LOW < self._bound else None
+
+
+def _again(headers: bytes, at: int) -> bool:
+    """Whether the name is written once more, in other letters; then the last one counts."""
+    return TRACEPARENT.search(headers, at + 1) is not None
 
 
 def origin_of(delivery: Delivery) -> Origin:

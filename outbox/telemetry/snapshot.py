@@ -41,7 +41,7 @@ class Snapshot:
     """Now."""
     series: Mapping[Metric, Series]
     began: Mapping[str, float] = field(default_factory=dict)
-    """Endpoints that were counted anew, and since when: they had lost their series meanwhile."""
+    """Endpoints whose counting began later, and when: owned later, or once more since then."""
 
     def since(self, metric: Metric, key: Attributes) -> float:
         """When counting of a series began, in epoch seconds."""

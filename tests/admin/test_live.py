@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.admin.live import FRESH_S, LiveBook
+from outbox.admin.live import ENDPOINTS, ENDPOINTS_MAX, FRESH_S, LiveBook
 from outbox.store import live
 from tests.support.api import make_token
 from tests.support.relay import (
@@ -113,21 +114,30 @@ async def test_however_many_watch_it_is_looked_at_once(
         return [each.name for each in seen.endpoints]
 
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        for _ in range(5):
-            assert await names(connection, 2) == ["a", "b"]
-        assert await names(connection, 1) == ["a"]
-        assert asked == [2]
+        for limit in range(ENDPOINTS + 1):
+            assert await names(connection, limit) == ["a", "b", "c"][:limit]
+        assert asked == [ENDPOINTS]
         at = (await book.look(connection, "relay", None, 2))[0].totals.at
-        assert await names(connection, 3) == ["a", "b", "c"], "who asks for more gets it"
-        assert asked == [2, 3]
+        for limit in range(ENDPOINTS + 1, ENDPOINTS_MAX + 1):
+            assert await names(connection, limit) == ["a", "b", "c"], "who asks for more gets it"
+        assert asked == [ENDPOINTS, ENDPOINTS_MAX], "once"
         seen, samples = await book.look(connection, "relay", None, 3)
         assert (seen.totals.at, list(samples)) == (at, []), "it says nothing of rates"
         now += FRESH_S
         await names(connection, 3)
-        assert asked == [2, 3, 3]
+        assert asked == [ENDPOINTS, ENDPOINTS_MAX, ENDPOINTS_MAX]
+        looking = book._watched[None].looking
+        async with looking:  # Somebody looks, and what was seen lately does.
+            assert (await book.look(connection, "relay", None, 3))[0].totals.at > at
         now += 3600
-        _, samples = await book.look(connection, "relay", None, 3)
+        await looking.acquire()
+        late = asyncio.ensure_future(book.look(connection, "relay", None, 3))
+        await asyncio.sleep(0)
+        assert not late.done(), "but not what was seen an hour ago"
+        looking.release()
+        _, samples = await late
         assert list(samples) == [], "what was an hour ago says nothing of now"
+        assert asked[3:] == [ENDPOINTS], "nor does who asked for more then"
 
 
 async def test_a_tenant_sees_what_is_its_own(database: Database, api: Api) -> None:

@@ -593,14 +593,26 @@ def test_status(here: Command, database: Database) -> None:
     )
     text = here("status").out
     assert "1 alive" in text
-    assert re.search(r"number 1: timeout, 3 attempts, next at \d\d:\d\d:\d\d", text)
+    assert "number 1: timeout, 3 attempts\n" in text, "nobody owns it"
+    execute(
+        database,
+        "UPDATE ownership SET replica_id = (SELECT id FROM replica) RETURNING endpoint_id",
+    )
+    assert re.search(r"number 1: timeout, 3 attempts, next at \d\d:\d\d:\d\d", here("status").out)
     sql = "UPDATE lane_progress SET attempts = 59; UPDATE endpoint_health SET state = 'failing'"
     execute(database, sql)
-    probed = "number 1: timeout, 59 attempts (56 free probes among them), probed again within 60 s"
-    assert probed in here("status").out
-    assert re.search(r"59 \(56 probes\) +probed within 60 s", here("endpoint", "show", "a").out)
+    text = here("status").out
+    assert "number 1: timeout, 59 attempts (56 free probes among them)\n" in text
+    assert "its lanes are tried in turn, the next within 60 s of the last answer" in text
+    shown = here("endpoint", "show", "a").out
+    assert re.search(r"59 \(56 probes\) +-", shown), "it is not its own time that decides"
+    assert re.search(r"health +failing since .*; its lanes are tried in turn", shown)
+    held = "UPDATE endpoint_health SET held_until = now() + interval '1 h'"
+    execute(database, held)
+    assert "tried in turn" not in here("status").out
+    execute(database, "UPDATE endpoint_health SET held_until = NULL")
     execute(database, "UPDATE endpoint SET state = 'paused'")
-    assert "among them)\n" in here("status").out, "nobody tries while it is paused"
+    assert "tried in turn" not in here("status").out, "nobody tries while it is paused"
     here("endpoint", "add", "b", URL)
     assert "and 1 endpoint more; see: outbox endpoint list" in here("status", "--limit", 1).out
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from outbox.core.answer import Verdict
-from outbox.core.health import Health, State
+from outbox.core.health import FAILURES_MAX, Health, State
 from outbox.core.steps import Gate
 from tests.core.health_model import Endpoint
 from tests.core.promises import Violation
@@ -110,6 +110,29 @@ def test_a_success_that_was_on_its_way_puts_off_no_probe() -> None:
     machine.work_all(2)
     machine.retry_after(i=0, u=0.5, seconds=0.5)
     machine.everything_ends(None)
+
+
+def test_trouble_lasts_until_it_is_well_or_somebody_lets_it_go_on() -> None:
+    def fail(health: Health, now: float, times: int = FAILURES_MAX) -> None:
+        for _ in range(times):
+            health.began(1)
+            health.answered(Verdict.RETRY, now, 0.5)
+
+    health = Health()
+    assert health.troubled_since is None
+    fail(health, 10.0)
+    assert (health.state, health.troubled_since) == (State.FAILING, 10.0)
+    health.began(1)
+    health.answered(Verdict.DELIVERED, 20.0, 0.5)
+    health.ask(2, 20.0)
+    assert (health.state, health.record().since) == (State.RECOVERING, 20.0)
+    assert health.troubled_since == 10.0, "it is not well yet"
+    health.resume(30.0)
+    assert health.troubled_since == 30.0
+    taken_over = Health(health.record())
+    assert taken_over.troubled_since == 30.0
+    taken_over.hold_to(25.0)
+    assert taken_over.troubled_since == 25.0
 
 
 def test_random_histories(seed: int) -> None:

@@ -9,6 +9,7 @@ from uuid import UUID
 
 import pytest
 
+from outbox.core.health import PROBING
 from outbox.core.story import (
     Delivery,
     Event,
@@ -198,7 +199,14 @@ HEAD = STANDING.head
             {"held_until": NOW + timedelta(seconds=90), "health": "failing"},
             ["waits for 2 m more, as its receiver asked (Retry-After)"],
         ),
-        ({"health": "refusing"}, ["waits: its endpoint is refusing since 2 d"]),
+        ({"health": "refusing"}, [f"waits: its endpoint is refusing since 2 d; {PROBING}"]),
+        (
+            {"health": "failing", "relay": None},
+            [
+                "waits: no relay that is alive owns its endpoint; see outbox status",
+                "waits: its endpoint is failing since 2 d",
+            ],
+        ),
         (
             {"head": replace(HEAD, sequence=3, event_id=UUID(int=7))},
             [f"waits behind 2 of its lane, the first is number 3 (event {UUID(int=7)})"],
@@ -239,9 +247,8 @@ HEAD = STANDING.head
                 ),
             },
             [
-                "waits: its endpoint is failing since 2 d",
-                "failed in 59 attempts (55 of them free probes), the last with 503; it is probed "
-                "again within 60 s",
+                f"waits: its endpoint is failing since 2 d; {PROBING}",
+                "failed in 59 attempts (55 of them free probes), the last with 503",
             ],
         ),
         (

@@ -117,11 +117,11 @@ async def test_what_is_owed_is_seen_with_its_age(database: Database) -> None:
     sick = await add_endpoint(database, "sick", retry=retry, lanes=2)
     await add_endpoint(database, "well")
     await inserted_an_hour_ago(database)
-    # It failed two hours ago, was recovering, and will fail again.
+    # Another owner saw it fail.
     await fetchval(
         database,
-        "UPDATE endpoint_health SET state = 'recovering', since = clock_timestamp(),"
-        " told_held_since = clock_timestamp() - interval '2 hours' WHERE endpoint_id = $1",
+        "UPDATE endpoint_health SET state = 'failing',"
+        " since = clock_timestamp() - interval '2 hours' WHERE endpoint_id = $1",
         sick.id,
     )
     async with running(database, Network(script)) as worker:

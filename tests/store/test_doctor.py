@@ -581,8 +581,9 @@ async def test_what_is_overdue(db: Connection[Any]) -> None:
     assert finding.severity is Severity.PROBLEM
     assert re.fullmatch(r'schedule "daily" \(.* \* \* \*\) is overdue for \d+ .*', finding.says)
     await db.execute(
-        "UPDATE schedule SET overlap = 'wait', last_event_id = gen_random_uuid(),"
-        " next_at = now() - interval '9 min', look_at = now() + interval '1 min'"
+        "UPDATE schedule SET overlap = 'wait', last_outbox_id = 1,"
+        " last_event_id = gen_random_uuid(), next_at = now() - interval '9 min',"
+        " look_at = now() + interval '1 min'"
     )
     finding = await the_one(db, "schedules")
     assert finding.severity is Severity.WARNING

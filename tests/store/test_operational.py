@@ -87,6 +87,23 @@ async def test_of_many_those_that_are_refused_are_missing(database: Database) ->
         assert await db.fetchval(TELL_NEWS) is None, "of nothing nobody is asked"
 
 
+async def test_a_table_that_is_locked_is_waited_for_once(database: Database) -> None:
+    await add_endpoint(database, types=[KIND])
+    async with database.connection(**PATH) as db, database.connection(**PATH) as other:
+        await db.execute(f"""
+            CREATE TEMPORARY TABLE news AS
+            SELECT '{KIND}' AS type, NULL::uuid AS about, '{{}}'::jsonb AS told
+              FROM generate_series(1, 20)""")
+        warnings: list[str] = []
+        db.add_log_listener(lambda _, message: warnings.append(str(message)))
+        async with other.transaction():
+            await other.execute("LOCK TABLE outbox IN SHARE MODE")
+            assert await db.fetchval(TELL_NEWS) == 0
+        assert await db.fetchval(TELL_NEWS) == 20
+    (warning,) = warnings
+    assert "20 operational events were refused: canceling statement due to lock" in warning
+
+
 async def test_it_fits_into_the_smallest_limit_of_payloads(database: Database) -> None:
     least, _ = PAYLOAD_BYTES_RANGE
     # The longest name and type that there can be, as JSON twice as long.

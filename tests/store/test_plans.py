@@ -538,7 +538,7 @@ async def _live_dead_letters(log: LongLog) -> Case:
 
 
 async def _live_events(log: LongLog) -> Case:
-    return Case(status.COUNT_EVENTS, (BATCHES - 20,), 20, 20, {"batch": NEWEST})
+    return Case(status.COUNT_EVENTS, (BATCHES - 20, BATCHES), 20, 20, {"batch": NEWEST})
 
 
 COMMANDS = {

@@ -61,6 +61,7 @@ HEADERS = st.one_of(
         TRACEPARENTS,
     ),
     st.builds('{{"{}"{}:{}"{}"}}'.format, NAMES, SPACES, SPACES, TRACEPARENTS),
+    st.builds('{{"Traceparent": "{}", "traceparent": "{}"}}'.format, TRACEPARENTS, TRACEPARENTS),
 )
 
 

@@ -17,7 +17,8 @@ from outbox.cli.common import (
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
 from outbox.core import declaration, retry
-from outbox.core.health import PROBE_MAX_S, PROBED
+from outbox.core.condition import HEALTHY
+from outbox.core.health import PROBED, PROBING
 from outbox.core.schedule import COLUMNS, cells, markdown, schedule
 from outbox.store import endpoints
 from outbox.views import endpoints as views
@@ -210,6 +211,8 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
     healthy = f"{health.state} since {cell(health.since)}"
     if health.held_until is not None:
         healthy += f", left alone until {cell(health.held_until)}"
+    elif health.state in PROBED and row.state == "active":
+        healthy += f"; {PROBING}"
     older = [s.expires_at for s in found.secrets if s.expires_at is not None]
     live = f"{len(found.secrets)} live"
     lanes = f"{row.lanes} (generation {row.generation})" if row.generation > 1 else row.lanes
@@ -250,12 +253,9 @@ def _attempts(lane: LaneRow) -> str:
 
 
 def _next_attempt(found: Detail, lane: LaneRow) -> Any:
-    """When the head of a lane is tried again, as far as that is known."""
-    if lane.next_attempt_at is None or found.row.state != "active" or lane.blocked_seq is not None:
-        return None
-    if found.health.state in PROBED:
-        return f"probed within {PROBE_MAX_S:.0f} s"
-    return lane.next_attempt_at
+    """When the head of a lane is tried again, if its own time decides."""
+    healthy = found.row.state == "active" and found.health.state == HEALTHY
+    return lane.next_attempt_at if healthy and lane.blocked_seq is None else None
 
 
 def _relay(found: Detail) -> str:

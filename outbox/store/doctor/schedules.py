@@ -25,7 +25,8 @@ WAITING = """
 SELECT name, cron, extract(epoch FROM clock_timestamp() - next_at)::float8 AS since_s,
        last_event_id, count(*) OVER () AS total
   FROM schedule
- WHERE state = 'active' AND overlap = 'wait' AND look_at > next_at
+ WHERE state = 'active' AND overlap = 'wait' AND last_outbox_id IS NOT NULL
+   AND look_at > greatest(next_at, clock_timestamp())
    AND next_at < clock_timestamp() - make_interval(secs => $2)
  ORDER BY next_at, id LIMIT $1
 """
