@@ -21,6 +21,7 @@ from outbox.admin.routing import (
     Shown,
     paged,
 )
+from outbox.admin.telling import teller
 from outbox.core import declaration
 from outbox.errors import UsageError
 from outbox.store import (
@@ -47,6 +48,7 @@ class EndpointBody(Model):
     """Settings by the names of files and flags; what is null is the default."""
 
     name: str | None = None
+    """Of a tenant's token it begins with the tenant's: acme.shop."""
     url: str | None = None
     types: tuple[str, ...] | None = None
     """Patterns; none: everything but outbox.*."""
@@ -157,7 +159,8 @@ async def _list(call: Call[Paging, None]) -> Page:
     rows = await endpoints.page(
         call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
     )
-    return paged(rows, limit, lambda row: row.name)
+    to = await teller(call)
+    return paged([to.endpoint(row) for row in rows], limit, lambda row: row.name)
 
 
 async def _add(call: Call[NoQuery, EndpointBody]) -> Reply:
@@ -168,6 +171,7 @@ async def _add(call: Call[NoQuery, EndpointBody]) -> Reply:
             raise UsageError(f"{name}: is missing")
     wanted = declaration.one(said)
     _hold_to_tenant(call, wanted)
+    tenancy.require_name(call.tenant, wanted.name)
     _policy(call).check_url(wanted.url)
     made = await endpoint_changes.add(call.db, call.schema, wanted, actor=call.actor)
     return Reply(views.added(made), 201)
@@ -175,7 +179,9 @@ async def _add(call: Call[NoQuery, EndpointBody]) -> Reply:
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
     told = views.detail(await endpoints.get(call.db, call.schema, call.path["name"]))
-    return told if call.tenant is None else told | {"hands": ()}
+    if call.tenant is None:
+        return told
+    return told | {"endpoint": (await teller(call)).endpoint(told["endpoint"]), "hands": ()}
 
 
 async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
@@ -189,6 +195,8 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
     def edit(there: Any) -> Any:
         wanted = declaration.one(said, there)
         _hold_to_tenant(call, wanted)
+        if wanted.name != there.name:
+            tenancy.require_name(call.tenant, wanted.name)
         return wanted
 
     done = await endpoint_changes.update(

@@ -23,6 +23,7 @@ from outbox.admin.routing import (
     id_cursor,
 )
 from outbox.admin.shape import joined
+from outbox.admin.telling import teller
 from outbox.core.story import Delivery, Fate, Story
 from outbox.errors import InvalidEvent, NotFound, UsageError
 from outbox.producer import Event, publish_many
@@ -159,7 +160,7 @@ class EventsQuery(Paging):
 
 
 class Looked(Shown):
-    """How far was looked: a page may have few events, and go on nevertheless."""
+    """How far was looked, which a tenant is not told: a page may have few events, and go on."""
 
     looked_at: int | None
     looked_back_to: datetime | None
@@ -181,7 +182,9 @@ async def _list(call: Call[EventsQuery, None]) -> Page:
         limit=query.limit,
         below=id_cursor(query.after, ID_MAX),
     )
-    rest = {"looked_at": found.looked_at, "looked_back_to": found.looked_back_to}
+    rest: dict[str, Any] = {"looked_at": None, "looked_back_to": None}
+    if call.tenant is None:
+        rest = {"looked_at": found.looked_at, "looked_back_to": found.looked_back_to}
     return Page(found.events, None if found.next is None else str(found.next), rest)
 
 
@@ -220,7 +223,8 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
         await trace.read(call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload)
         for outbox_id in found.outbox_ids
     ]
-    return traced(found, [tenancy.told_story(call.tenant, each) for each in told])
+    to = await teller(call)
+    return traced(found, [to.story(each) for each in told])
 
 
 async def _find(call: Call[TraceQuery, None], text: str) -> lookup.Found:
