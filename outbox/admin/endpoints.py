@@ -23,7 +23,7 @@ from outbox.admin.routing import (
 )
 from outbox.admin.telling import teller
 from outbox.core import declaration
-from outbox.errors import UsageError
+from outbox.errors import Conflict, UsageError
 from outbox.store import (
     endpoint_changes,
     endpoint_removal,
@@ -45,7 +45,9 @@ TEST_TIMEOUT_S = 120.0
 
 
 class EndpointBody(Model):
-    """Settings by the names of files and flags; what is null is the default."""
+    """Settings by the names that files have for them; what is null is the default."""
+
+    flags = declaration.FLAGS
 
     name: str | None = None
     """Of a tenant's token it begins with the tenant's: acme.shop."""
@@ -119,7 +121,7 @@ class Detail(Shown):
 
     endpoint: EndpointRow
     settings: dict[str, Any]
-    """By the names of files and flags; what looks like a credential is not shown."""
+    """By the names that files have for them; what looks like a credential is not shown."""
     health: Health
     secrets: tuple[SecretRow, ...]
     lanes: tuple[LaneRow, ...]
@@ -215,9 +217,12 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
         if left.owed and left.state != "removing":
             told = {"id": endpoint_id, "name": name, "state": left.state}
             return Reply({**told, "owed": left.owed, "blocked": left.blocked}, 202)
-    return await endpoint_removal.remove(
-        call.db, call.schema, name, actor=call.actor, give_up=query.give_up
-    )
+    try:
+        return await endpoint_removal.remove(
+            call.db, call.schema, name, actor=call.actor, give_up=query.give_up
+        )
+    except endpoint_removal.StillOwed as still:
+        raise Conflict(f"{still} (drain, or give_up)") from None
 
 
 async def _pause(call: Call[NoQuery, Why]) -> Change:

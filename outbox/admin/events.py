@@ -54,7 +54,7 @@ class NewEvent(Model):
     tenant: str | None = None
     """Only for this tenant's endpoints."""
     once: str | None = None
-    """Publish nothing when this key was taken before."""
+    """Publish nothing when this key was taken before, for whatever event."""
     once_for: Seconds | None = None
     """Keep that key for so long; 30 days where it is not said."""
     expires_in: Seconds | None = None
@@ -67,6 +67,8 @@ class NewEvent(Model):
 
 class NewEvents(NewEvent):
     """One event, or `{"events": [one, another]}`: all of them are published, or none."""
+
+    many = "events"
 
     type: str = ""
     events: Annotated[tuple[NewEvent, ...], Field(min_length=1, max_length=EVENTS_MAX)] | None = (
@@ -90,8 +92,8 @@ class Published(Shown):
     id: UUID | None
     """The event's; of a once key that was taken, the one that was published for it.  None:
     that was claimed, and nothing was published for it."""
-    published: bool
-    """False: its once key was taken."""
+    already: bool
+    """True: its once key was taken, and nothing was published now."""
 
 
 class ManyPublished(Shown):
@@ -119,7 +121,7 @@ async def _publish(call: Call[Any, NewEvents]) -> Reply:
         raise UsageError(str(error).removesuffix(" (event 1)")) from None
     taken = await _taken(call, [e.once for e, id_ in zip(wanted, ids, strict=True) if id_ is None])
     told = [
-        {"id": event_id or taken.get(each.once or ""), "published": event_id is not None}
+        {"id": event_id or taken.get(each.once or ""), "already": event_id is None}
         for each, event_id in zip(wanted, ids, strict=True)
     ]
     status = 201 if any(ids) else 200
@@ -250,7 +252,11 @@ ROUTES = (
         scope="publish",
         tenants=For.NARROWED,
         body=NewEvents,
-        headers={IDEMPOTENCY_KEY: "The once key of the one event"},
+        headers={
+            IDEMPOTENCY_KEY: "The once key of the one event: at most one event is published with "
+            "it until it is reset or expires, whatever the body of a later request says. 201: it "
+            "was published now. 200: it was already, and `id` is the earlier event's.",
+        },
         answers={201: Published | ManyPublished, 200: Published | ManyPublished},
     ),
     Route(
