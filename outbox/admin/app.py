@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -32,6 +33,7 @@ from outbox.admin.reading import (
 )
 from outbox.admin.routes import ROUTES
 from outbox.admin.routing import Call, Later, Page, Reply
+from outbox.store.connect import in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.admin")
 
+REFUSAL_CHARS_MAX = 200
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -92,6 +95,8 @@ class _Admin:
         self._database = database
         self._authenticator = authenticator
         self._live = LiveBook(clock)
+        self._trouble: str | None = None
+        """Why the database could not be used when it was asked last."""
 
     def handler(self, route: Route) -> Handler:
         """What answers the requests for a route."""
@@ -104,7 +109,7 @@ class _Admin:
                     )
                     answer = await self._answer(route, request, caller)
             except Exception as error:
-                raise _as_problem(error, request, route) from error
+                raise self._as_problem(error, request, route) from error
             return answer
 
         return handle
@@ -123,6 +128,7 @@ class _Admin:
             body = await read_body(request, route.body, required=route.body_required)
         try:
             async with self._database.connection(long=route.long) as connection:
+                self._note(None)
                 await tenancy.require_own(connection, route, caller.tenant, path)
                 call: Call[Any, Any] = Call(
                     caller,
@@ -145,6 +151,32 @@ class _Admin:
             answer = await answer.go()
         return _response(answer)
 
+    def _as_problem(self, error: Exception, request: web.Request, route: Route) -> Exception:
+        """What to answer for an error; one that nobody expected is logged."""
+        if isinstance(error, web.HTTPException):
+            return error
+        told = problem.of(error)
+        if told is not None:
+            if problem.is_veiled(told):
+                self._note(in_one_line(error))
+            return told
+        error_id = str(uuid.uuid4())
+        log.error(
+            "unexpected error", error_id=error_id, method=request.method, route=route.path,
+            exc_info=error,
+        )  # fmt: skip
+        return Problem(Kind.INTERNAL, f"the log of this relay has it as error {error_id}")
+
+    def _note(self, trouble: str | None) -> None:
+        """Log how the database is, when that has changed: not for each who asks."""
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        if trouble is not None:
+            log.warning("the database cannot be used", reason=trouble)
+        else:
+            log.info("the database can be used again")
+
 
 def _response(answer: Any) -> web.Response:
     status = 200
@@ -159,21 +191,6 @@ def encode(value: Any) -> bytes:
     """As `--json` has it: times in RFC 3339, dataclasses as objects."""
     # asyncpg's UUIDs are a class of its own, which orjson does not know.
     return orjson.dumps(value, default=str, option=orjson.OPT_UTC_Z)
-
-
-def _as_problem(error: Exception, request: web.Request, route: Route) -> Exception:
-    """What to answer for an error; one that nobody expected is logged."""
-    if isinstance(error, web.HTTPException):
-        return error
-    told = problem.of(error)
-    if told is not None:
-        return told
-    error_id = str(uuid.uuid4())
-    log.error(
-        "unexpected error", error_id=error_id, method=request.method, route=route.path,
-        exc_info=error,
-    )  # fmt: skip
-    return Problem(Kind.INTERNAL, f"the log of this relay has it as error {error_id}")
 
 
 @web.middleware
@@ -200,6 +217,16 @@ def _problem(told: Problem) -> web.Response:
         headers=dict(told.headers),
         content_type=problem.MEDIA_TYPE,
     )
+
+
+def refusal(status: int, why: str) -> web.Response:
+    """The answer to what is no good HTTP, which comes to no route and no middleware."""
+    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        answer = _problem(Problem(Kind.BAD_REQUEST, why[:REFUSAL_CHARS_MAX]))
+    else:
+        answer = _problem(Problem(Kind.INTERNAL, "the log of this relay may say more"))
+    answer.headers.update(HEADERS)
+    return answer
 
 
 async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:

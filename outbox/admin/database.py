@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
 
-from outbox.errors import DatabaseUnavailable
+from outbox.admin.problem import unavailable
 from outbox.store.connect import TROUBLE, connect
 from outbox.store.migrate import require_current
 from outbox.store.pooled import PooledWorker
@@ -83,7 +83,7 @@ class Database:
 
         Raises:
             OutboxError: everything that `connect` and `require_current` raise.
-            DatabaseUnavailable: all connections are taken, or it does not answer.
+            Problem: all connections are taken, or it does not answer.
         """
         if not long:
             async with self._taken(self._requests, REQUESTS_MAX) as connection:
@@ -93,7 +93,7 @@ class Database:
             async with asyncio.timeout(WAIT_S):
                 await self._long.acquire()
         except TimeoutError:
-            raise DatabaseUnavailable(
+            raise unavailable(
                 f"{LONG_MAX} requests that take long are at work already; try again later"
             ) from None
         try:
@@ -134,7 +134,7 @@ class Database:
             async with asyncio.timeout(WAIT_S):
                 connection = await pool.acquire()
         except TimeoutError:
-            raise DatabaseUnavailable(
+            raise unavailable(
                 f"the database did not answer within {WAIT_S:.0f} s, or the API has as many "
                 f"requests at work as it may have, {size_max}; try again"
             ) from None

@@ -21,8 +21,9 @@ from outbox.admin.routing import (
     Shown,
     paged,
 )
+from outbox.admin.telling import teller
 from outbox.core import declaration
-from outbox.errors import UsageError
+from outbox.errors import Conflict, UsageError
 from outbox.store import (
     endpoint_changes,
     endpoint_removal,
@@ -44,9 +45,12 @@ TEST_TIMEOUT_S = 120.0
 
 
 class EndpointBody(Model):
-    """Settings by the names of files and flags; what is null is the default."""
+    """Settings by the names that files have for them; what is null is the default."""
+
+    flags = declaration.FLAGS
 
     name: str | None = None
+    """Of a tenant's token it begins with the tenant's: acme.shop."""
     url: str | None = None
     types: tuple[str, ...] | None = None
     """Patterns; none: everything but outbox.*."""
@@ -117,7 +121,7 @@ class Detail(Shown):
 
     endpoint: EndpointRow
     settings: dict[str, Any]
-    """By the names of files and flags; what looks like a credential is not shown."""
+    """By the names that files have for them; what looks like a credential is not shown."""
     health: Health
     secrets: tuple[SecretRow, ...]
     lanes: tuple[LaneRow, ...]
@@ -157,7 +161,8 @@ async def _list(call: Call[Paging, None]) -> Page:
     rows = await endpoints.page(
         call.db, call.schema, tenant=call.tenant, limit=limit + 1, after=call.query.after
     )
-    return paged(rows, limit, lambda row: row.name)
+    to = await teller(call)
+    return paged([to.endpoint(row) for row in rows], limit, lambda row: row.name)
 
 
 async def _add(call: Call[NoQuery, EndpointBody]) -> Reply:
@@ -168,6 +173,7 @@ async def _add(call: Call[NoQuery, EndpointBody]) -> Reply:
             raise UsageError(f"{name}: is missing")
     wanted = declaration.one(said)
     _hold_to_tenant(call, wanted)
+    tenancy.require_name(call.tenant, wanted.name)
     _policy(call).check_url(wanted.url)
     made = await endpoint_changes.add(call.db, call.schema, wanted, actor=call.actor)
     return Reply(views.added(made), 201)
@@ -175,7 +181,9 @@ async def _add(call: Call[NoQuery, EndpointBody]) -> Reply:
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
     told = views.detail(await endpoints.get(call.db, call.schema, call.path["name"]))
-    return told if call.tenant is None else told | {"hands": ()}
+    if call.tenant is None:
+        return told
+    return told | {"endpoint": (await teller(call)).endpoint(told["endpoint"]), "hands": ()}
 
 
 async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
@@ -189,6 +197,8 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
     def edit(there: Any) -> Any:
         wanted = declaration.one(said, there)
         _hold_to_tenant(call, wanted)
+        if wanted.name != there.name:
+            tenancy.require_name(call.tenant, wanted.name)
         return wanted
 
     done = await endpoint_changes.update(
@@ -207,9 +217,12 @@ async def _remove(call: Call[RemovalQuery, None]) -> Any:
         if left.owed and left.state != "removing":
             told = {"id": endpoint_id, "name": name, "state": left.state}
             return Reply({**told, "owed": left.owed, "blocked": left.blocked}, 202)
-    return await endpoint_removal.remove(
-        call.db, call.schema, name, actor=call.actor, give_up=query.give_up
-    )
+    try:
+        return await endpoint_removal.remove(
+            call.db, call.schema, name, actor=call.actor, give_up=query.give_up
+        )
+    except endpoint_removal.StillOwed as still:
+        raise Conflict(f"{still} (drain, or give_up)") from None
 
 
 async def _pause(call: Call[NoQuery, Why]) -> Change:

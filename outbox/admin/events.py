@@ -23,6 +23,7 @@ from outbox.admin.routing import (
     id_cursor,
 )
 from outbox.admin.shape import joined
+from outbox.admin.telling import teller
 from outbox.core.story import Delivery, Fate, Story
 from outbox.errors import InvalidEvent, NotFound, UsageError
 from outbox.producer import Event, publish_many
@@ -53,7 +54,7 @@ class NewEvent(Model):
     tenant: str | None = None
     """Only for this tenant's endpoints."""
     once: str | None = None
-    """Publish nothing when this key was taken before."""
+    """Publish nothing when this key was taken before, for whatever event."""
     once_for: Seconds | None = None
     """Keep that key for so long; 30 days where it is not said."""
     expires_in: Seconds | None = None
@@ -66,6 +67,8 @@ class NewEvent(Model):
 
 class NewEvents(NewEvent):
     """One event, or `{"events": [one, another]}`: all of them are published, or none."""
+
+    many = "events"
 
     type: str = ""
     events: Annotated[tuple[NewEvent, ...], Field(min_length=1, max_length=EVENTS_MAX)] | None = (
@@ -89,8 +92,8 @@ class Published(Shown):
     id: UUID | None
     """The event's; of a once key that was taken, the one that was published for it.  None:
     that was claimed, and nothing was published for it."""
-    published: bool
-    """False: its once key was taken."""
+    already: bool
+    """True: its once key was taken, and nothing was published now."""
 
 
 class ManyPublished(Shown):
@@ -118,7 +121,7 @@ async def _publish(call: Call[Any, NewEvents]) -> Reply:
         raise UsageError(str(error).removesuffix(" (event 1)")) from None
     taken = await _taken(call, [e.once for e, id_ in zip(wanted, ids, strict=True) if id_ is None])
     told = [
-        {"id": event_id or taken.get(each.once or ""), "published": event_id is not None}
+        {"id": event_id or taken.get(each.once or ""), "already": event_id is None}
         for each, event_id in zip(wanted, ids, strict=True)
     ]
     status = 201 if any(ids) else 200
@@ -159,7 +162,7 @@ class EventsQuery(Paging):
 
 
 class Looked(Shown):
-    """How far was looked: a page may have few events, and go on nevertheless."""
+    """How far was looked, which a tenant is not told: a page may have few events, and go on."""
 
     looked_at: int | None
     looked_back_to: datetime | None
@@ -181,7 +184,9 @@ async def _list(call: Call[EventsQuery, None]) -> Page:
         limit=query.limit,
         below=id_cursor(query.after, ID_MAX),
     )
-    rest = {"looked_at": found.looked_at, "looked_back_to": found.looked_back_to}
+    rest: dict[str, Any] = {"looked_at": None, "looked_back_to": None}
+    if call.tenant is None:
+        rest = {"looked_at": found.looked_at, "looked_back_to": found.looked_back_to}
     return Page(found.events, None if found.next is None else str(found.next), rest)
 
 
@@ -220,7 +225,8 @@ async def _trace(call: Call[TraceQuery, None]) -> dict[str, Any]:
         await trace.read(call.db, call.schema, outbox_id, endpoint_ids=only, payload=query.payload)
         for outbox_id in found.outbox_ids
     ]
-    return traced(found, [tenancy.told_story(call.tenant, each) for each in told])
+    to = await teller(call)
+    return traced(found, [to.story(each) for each in told])
 
 
 async def _find(call: Call[TraceQuery, None], text: str) -> lookup.Found:
@@ -246,7 +252,11 @@ ROUTES = (
         scope="publish",
         tenants=For.NARROWED,
         body=NewEvents,
-        headers={IDEMPOTENCY_KEY: "The once key of the one event"},
+        headers={
+            IDEMPOTENCY_KEY: "The once key of the one event: at most one event is published with "
+            "it until it is reset or expires, whatever the body of a later request says. 201: it "
+            "was published now. 200: it was already, and `id` is the earlier event's.",
+        },
         answers={201: Published | ManyPublished, 200: Published | ManyPublished},
     ),
     Route(

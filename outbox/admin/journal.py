@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from outbox.admin.reading import Paging
 from outbox.admin.routing import ID_MAX, Call, For, Page, PageOf, Route, id_cursor, paged
+from outbox.admin.telling import teller
 from outbox.store import journal
 from outbox.store.journal import JournalRow
 from outbox.store.selection import endpoint_ids
@@ -24,7 +25,8 @@ async def _list(call: Call[JournalQuery, None]) -> Page:
         limit=query.limit + 1,
         before=id_cursor(query.after, ID_MAX),
     )
-    return paged(rows, query.limit, lambda row: row.id)
+    to = await teller(call)
+    return paged([to.journal(row) for row in rows], query.limit, lambda row: row.id)
 
 
 ROUTES = (

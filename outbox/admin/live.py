@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import AwareDatetime, Field
 
 from outbox.admin.routing import Call, For, Model, Route, Shown
+from outbox.admin.shape import joined
 from outbox.store import live
 from outbox.store.live import EndpointView, Look, Totals
 from outbox.store.status import rates
+from outbox.views.flat import flat
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -141,10 +143,14 @@ class LiveQuery(Model):
     """Leave out samples up to this time: the page has them already."""
 
 
+TotalsShown: Any = joined("Totals", Totals, batch=int | None)
+
+
 class Live(Shown):
     """What moves."""
 
-    totals: Totals
+    totals: TotalsShown
+    """Of a tenant's endpoints to that tenant, which is not told the batch."""
     samples: list[Sample]
     """How fast things moved lately, for as long as somebody was watching."""
     endpoints: list[EndpointView]
@@ -153,8 +159,11 @@ class Live(Shown):
 async def _live(call: Call[LiveQuery, None]) -> dict[str, Any]:
     seen, samples = await call.live.look(call.db, call.schema, call.tenant, call.query.endpoints)
     since = call.query.since
+    totals = flat(seen.totals)
+    if call.tenant is not None:
+        totals["batch"] = None
     return {
-        "totals": seen.totals,
+        "totals": totals,
         "samples": [each for each in samples if since is None or each.at > since],
         "endpoints": seen.endpoints,
     }

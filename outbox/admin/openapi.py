@@ -32,7 +32,12 @@ goes as `Authorization: Bearer obx_…`; a revoked one is refused within two sec
 A token has scopes, of which none stands for another one: `read` looks at everything,
 payloads included, `publish` publishes, `operate` changes everything else. A token of a
 tenant sees and touches what is that tenant's own; everything else is as if it did not
-exist, and what is about the system as a whole is not for it.
+exist, and what is about the system as a whole is not for it. It is told neither who runs
+the system (`operator`, `relay`) nor how much there is of others; the numbers of events,
+dead letters, jobs and journal rows are counted over everything, though, and so are
+cursors. The endpoints and schedules that it makes have names that begin with its tenant's
+own and a dot (`acme.shop`): names are unique in all of the system, and whether somebody
+else has one is not told.
 
 Listings are in pages: `next` of one is `after` of the following, and null at the end.
 Errors are problems after RFC 9457, with a `type` that does not change.

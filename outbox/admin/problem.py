@@ -4,7 +4,9 @@
      "detail": "there is no endpoint \"shop\"; see: outbox endpoint list"}
 
 `type` is for programs and does not change; `detail` is the one line that a command
-would print, and may.
+would print, and may.  What a command says of the database, though, is for its operator:
+addresses, roles and names.  Anybody may ask here, so the log has that, and the answer does
+not (`is_veiled`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.errors import CannotRun, Conflict, NotFound, OutboxError, UsageError
+from outbox.errors import (
+    Conflict,
+    NotFound,
+    OutboxError,
+    SchemaMissing,
+    SchemaTooNew,
+    UsageError,
+)
 from outbox.store.connect import TROUBLE, in_one_line
 
 if TYPE_CHECKING:
@@ -23,6 +32,9 @@ if TYPE_CHECKING:
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
+AWAY = "the database cannot be used just now; the log of this relay says why"
+MISSING = "the tables are not there, or not of this version; run: outbox migrate"
+TOO_NEW = "the tables are of a later version than this relay"
 
 
 class Kind(Enum):
@@ -56,6 +68,9 @@ class Problem(Exception):
     detail: str
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        return self.detail
+
     def body(self) -> dict[str, Any]:
         """What is answered."""
         kind = self.kind
@@ -79,14 +94,16 @@ def of(error: Exception) -> Problem | None:
             return Problem(Kind.CONFLICT, str(error))
         case UsageError():
             return Problem(Kind.INVALID, str(error))
-        case CannotRun():
-            return _unavailable(str(error))
+        case SchemaMissing():
+            return unavailable(MISSING)
+        case SchemaTooNew():
+            return unavailable(TOO_NEW)
         case asyncpg.QueryCanceledError():
-            return _unavailable("the database took too long; try again when it has less to do")
+            return unavailable("the database took too long; try again when it has less to do")
         case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():
-            return _unavailable("somebody else changed the same at that moment; try again")
+            return unavailable("somebody else changed the same at that moment; try again")
         case asyncpg.LockNotAvailableError():
-            return _unavailable("somebody else holds what this needs; try again")
+            return unavailable("somebody else holds what this needs; try again")
         case asyncpg.DataError():
             # A value that passed our own checks and that no column can hold.
             return Problem(Kind.INVALID, in_one_line(error))
@@ -95,17 +112,21 @@ def of(error: Exception) -> Problem | None:
         case asyncpg.InterfaceError() if "closed" not in str(error):
             return None
         case TimeoutError():
-            return _unavailable("no answer in time; try again when there is less to do")
-        case _ if isinstance(error, TROUBLE):
-            return _unavailable(f"the database was lost: {in_one_line(error)}")
-        case OutboxError():
-            return _unavailable(str(error))
+            return unavailable("no answer in time; try again when there is less to do")
+        case _ if isinstance(error, (OutboxError, *TROUBLE)):
+            return unavailable(AWAY)
     return None
+
+
+def is_veiled(told: Problem) -> bool:
+    """Whether the error behind it says more than is answered."""
+    return told.detail in (AWAY, MISSING, TOO_NEW)
 
 
 _TRANSIENT = ("08", "25", "53", "55", "57")
 """Classes of SQLSTATE that tell of the server's state, not of a mistake of ours."""
 
 
-def _unavailable(detail: str) -> Problem:
+def unavailable(detail: str) -> Problem:
+    """What cannot be answered now, and perhaps later."""
     return Problem(Kind.UNAVAILABLE, detail, {"Retry-After": str(RETRY_AFTER_S)})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 import orjson
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, WithJsonSchema
 
+from outbox.admin.mistakes import reason
 from outbox.admin.problem import Kind, Problem
 from outbox.admin.routing import LIMIT, LIMIT_MAX, Model
 from outbox.core import duration
@@ -98,7 +99,7 @@ def read_query(given: MultiMapping[str], model: type[Model]) -> Model:
         if len(said) > 1 and not many:
             raise Problem(Kind.INVALID, f"{name}: stands there {len(said)} times")
         values[name] = said if many else said[0]
-    return _validated(model, values, "the query")
+    return hold_to(model, values, "the query")
 
 
 async def read_body(request: web.Request, model: type[Model], *, required: bool) -> Model:
@@ -110,7 +111,7 @@ async def read_body(request: web.Request, model: type[Model], *, required: bool)
     if (request.content_length or 0) > BODY_BYTES_MAX:
         raise too_large()
     if not request.body_exists and not required:
-        return _validated(model, {}, "the body")
+        return hold_to(model, {}, "the body")
     if request.content_type != "application/json" or "Content-Encoding" in request.headers:
         raise Problem(
             Kind.WRONG_CONTENT_TYPE, "say Content-Type: application/json, and do not compress it"
@@ -124,8 +125,10 @@ async def read_body(request: web.Request, model: type[Model], *, required: bool)
             f"the body is not JSON: line {error.lineno}, column {error.colno}: {error.msg}",
         ) from None
     if not isinstance(values, dict):
-        raise Problem(Kind.INVALID, "the body: must be an object")
-    return _validated(model, values, "the body")
+        many = model.many if isinstance(values, list) else None
+        hint = f'; several go as {{"{many}": [one, another]}}' if many else ""
+        raise Problem(Kind.INVALID, f"the body: must be an object{hint}")
+    return hold_to(model, values, "the body")
 
 
 def too_large() -> Problem:
@@ -159,25 +162,14 @@ def _half(text: str) -> bool:
     return False
 
 
-def _validated(model: type[Model], values: dict[str, Any], where: str) -> Model:
+def hold_to(model: type[Model], values: dict[str, Any], where: str) -> Model:
+    """Values as a model has them.
+
+    Raises:
+        Problem: something is wrong; it says where.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise Problem(Kind.INVALID, _reason(first, model, where)) from None
-
-
-def _reason(error: Any, model: type[Model], where: str) -> str:
-    """pydantic's reason in one line of ours, with the place that it is about."""
-    place = ".".join(str(part) for part in error["loc"]) or where
-    match error["type"]:
-        case "extra_forbidden":
-            known = ", ".join(model.model_fields) or "nothing"
-            return f'{where}: there is no "{place}"; it understands {known}'
-        case "missing":
-            return f"{place}: is missing"
-        case "value_error":
-            return f"{place}: {error['ctx']['error']}"
-    text, _, _ = str(error["msg"]).partition(", unable to")
-    text = text.removeprefix("Input ").replace("should be", "must be")
-    return f"{place}: {text[:1].lower()}{text[1:]}"
+        found = error.errors(include_url=False, include_input=False)
+        raise Problem(Kind.INVALID, reason(found, model, where)) from None

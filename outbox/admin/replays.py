@@ -21,6 +21,7 @@ from outbox.admin.routing import (
     id_cursor,
     paged,
 )
+from outbox.admin.telling import teller
 from outbox.store import backfill, jobs, selection
 from outbox.store.backfill import Backfill
 from outbox.store.jobs import Job, State
@@ -68,11 +69,13 @@ async def _list(call: Call[ReplaysQuery, None]) -> Page:
         limit=query.limit + 1,
         after=id_cursor(query.after, 0),
     )
-    return paged(rows, query.limit, lambda job: job.id)
+    to = await teller(call)
+    return paged([to.job(row) for row in rows], query.limit, lambda job: job.id)
 
 
 async def _show(call: Call[NoQuery, None]) -> Job:
-    return await jobs.get(call.db, call.schema, tenancy.number(call.path["id"]))
+    job = await jobs.get(call.db, call.schema, tenancy.number(call.path["id"]))
+    return (await teller(call)).job(job)
 
 
 async def _ask(call: Call[NoQuery, BackfillBody]) -> Any:
@@ -85,12 +88,14 @@ async def _ask(call: Call[NoQuery, BackfillBody]) -> Any:
     if body.dry_run:
         return planned(asked, await backfill.plan(call.db, call.schema, asked))
     job = await backfill.ask(call.db, call.schema, asked, actor=call.actor, rate_per_s=body.rate)
-    return Reply(await jobs.get(call.db, call.schema, job), 201)
+    to = await teller(call)
+    return Reply(to.job(await jobs.get(call.db, call.schema, job)), 201)
 
 
 async def _abort(call: Call[NoQuery, None]) -> Job:
     job_id = tenancy.number(call.path["id"])
-    return await jobs.abort(call.db, call.schema, job_id, actor=call.actor)
+    to = await teller(call)
+    return to.job(await jobs.abort(call.db, call.schema, job_id, actor=call.actor))
 
 
 ROUTES = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -40,6 +40,11 @@ class Model(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    flags: ClassVar[Mapping[str, str]] = {}
+    """What somebody may call a field who knows the commands, with what it is called here."""
+    many: ClassVar[str | None] = None
+    """The field that takes several of what the others are one of."""
 
 
 class Shown(BaseModel):

@@ -23,10 +23,11 @@ from outbox.admin.routing import (
     paged,
 )
 from outbox.admin.shape import joined
+from outbox.admin.telling import teller
 from outbox.core.ticks import GRACE_S, Misfire, Overlap, ScheduleSettings
-from outbox.errors import NotFound
 from outbox.store import schedule_changes, schedules
 from outbox.store.schedules import Schedule
+from outbox.store.tenancy import owns_schedule
 from outbox.views import schedules as views
 
 NAME = "/v1/schedules/{name}"
@@ -41,6 +42,7 @@ class ScheduleBody(Model):
     """A schedule, by the names of `outbox schedule add`."""
 
     name: str
+    """Of a tenant's token it begins with the tenant's: acme.nightly."""
     cron: str
     """Five fields, or a nickname such as @daily."""
     type: str
@@ -93,7 +95,8 @@ async def _list(call: Call[Paging, None]) -> Page:
     if call.tenant is None:
         future = await schedules.future(call.db, call.schema)
         waiting = {"events": future.events, "first_at": future.first_at}
-    items = [views.schedule(row, of_many=True) for row in page.items]
+    to = await teller(call)
+    items = [views.schedule(to.schedule(row), of_many=True) for row in page.items]
     return Page(items, page.next, {"future_events": waiting})
 
 
@@ -102,38 +105,37 @@ async def _add(call: Call[NoQuery, ScheduleBody]) -> Reply:
     replace, grace_s = said.pop("replace"), said.pop("grace")
     said["tenant"] = tenancy.forced(call.tenant, said["tenant"])
     wanted = ScheduleSettings(**said, grace_s=grace_s)
-    if replace and await _is_there(call, wanted.name):
-        await tenancy.require_schedule(call.db, call.tenant, wanted.name)
+    if call.tenant is not None:
+        # What is somebody else's is not replaced: it stands in the way, if anything does.
+        replace = replace and await owns_schedule(call.db, call.tenant, wanted.name)
+        if not replace:
+            tenancy.require_name(call.tenant, wanted.name)
     added = await schedule_changes.add(
         call.db, call.schema, wanted, actor=call.actor, replace=replace
     )
-    return Reply(views.schedule(added), 201)
+    return Reply(await _told(call, added), 201)
 
 
-async def _is_there(call: Call[Any, Any], name: str) -> bool:
-    try:
-        await schedules.get(call.db, call.schema, name)
-    except NotFound:
-        return False
-    return True
+async def _told(call: Call[Any, Any], found: Schedule) -> dict[str, Any]:
+    return views.schedule((await teller(call)).schedule(found))
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
-    return views.schedule(await schedules.get(call.db, call.schema, call.path["name"]))
+    return await _told(call, await schedules.get(call.db, call.schema, call.path["name"]))
 
 
 async def _pause(call: Call[NoQuery, Why]) -> dict[str, Any]:
     (paused,) = await schedule_changes.pause(
         call.db, call.schema, [call.path["name"]], actor=call.actor, why=call.body.why
     )
-    return views.schedule(paused)
+    return await _told(call, paused)
 
 
 async def _resume(call: Call[NoQuery, Why]) -> dict[str, Any]:
     (resumed,) = await schedule_changes.resume(
         call.db, call.schema, [call.path["name"]], actor=call.actor, why=call.body.why
     )
-    return views.schedule(resumed)
+    return await _told(call, resumed)
 
 
 async def _run_now(call: Call[NoQuery, None]) -> Reply:

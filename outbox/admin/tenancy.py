@@ -14,12 +14,18 @@ else's or nobody's.  The rules are here and in `outbox.store.tenancy`; which of 
 holds for a route stands in its row of the table, and a route that says nothing is not
 for such tokens at all.
 
-An object is looked at before it is changed, by a statement of its own.  Names are
-unique among all tenants, so a name that is taken is told.
+An object is looked at before it is changed, by a statement of its own.  What it is told
+of its own is in `outbox.admin.telling`.
+
+Names of endpoints and schedules are unique in the whole installation, so a name that is
+taken would tell that somebody else has it.  Therefore such a token gives only names that
+begin with its tenant's own first part (`name_prefix`), which no other tenant's begin
+with; what an operator named is not held to that, and may be called as it likes.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -36,9 +42,9 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.admin.routing import Caller, Route
-    from outbox.core.story import Story
 
-NOT_SHOWN = "(not shown)"
+_PLAIN = re.compile(r"[A-Za-z0-9_-]{1,60}")
+"""A tenant that can be the first part of a name."""
 NOT_YOURS = "there is nothing of this name or number that belongs to this token's tenant"
 
 
@@ -70,7 +76,8 @@ async def require_own(
         case For.ENDPOINT:
             await require_endpoint(connection, tenant, path["name"])
         case For.SCHEDULE:
-            await require_schedule(connection, tenant, path["name"])
+            if not await tenancy.owns_schedule(connection, tenant, path["name"]):
+                raise NotFound(NOT_YOURS)
         case For.DEAD_LETTER:
             await require_dead_letters(connection, tenant, [number(path["id"])])
         case For.JOB:
@@ -85,16 +92,6 @@ async def require_endpoint(connection: Connection[Any], tenant: str | None, name
         NotFound: it is not the tenant's own.
     """
     if tenant is not None and not await tenancy.owns_endpoint(connection, tenant, name):
-        raise NotFound(NOT_YOURS)
-
-
-async def require_schedule(connection: Connection[Any], tenant: str | None, name: str) -> None:
-    """The same for a schedule.
-
-    Raises:
-        NotFound: it is not the tenant's own.
-    """
-    if tenant is not None and not await tenancy.owns_schedule(connection, tenant, name):
         raise NotFound(NOT_YOURS)
 
 
@@ -119,6 +116,26 @@ def forced(tenant: str | None, said: str | None) -> str | None:
     if tenant is not None and said not in (None, tenant):
         raise UsageError(f'tenant: this token is for "{tenant}" alone; leave it out')
     return said if tenant is None else tenant
+
+
+def name_prefix(tenant: str) -> str:
+    """What the names begin with that this tenant's tokens give.
+
+    Up to the first dot it is of one tenant alone.
+    """
+    return f"{tenant if _PLAIN.fullmatch(tenant) else _digest(tenant, 16)}."
+
+
+def require_name(tenant: str | None, name: str) -> None:
+    """Hold a new name to those that the tenant may give.
+
+    Raises:
+        UsageError: it is none of them, whether somebody has it or not.
+    """
+    if tenant is None or name.startswith(name_prefix(tenant)):
+        return
+    prefix = name_prefix(tenant)
+    raise UsageError(f'name: this token gives names that begin with "{prefix}": "{prefix}{name}"')
 
 
 def listed(tenant: str | None, which: Filter) -> Filter:
@@ -147,22 +164,6 @@ def told_once_key(tenant: str | None, key: str) -> str:
     return key if tenant is None else key.removeprefix(_once_prefix(tenant))
 
 
-def told_story(tenant: str | None, story: Story) -> Story:
-    """A story without the names of relays, which are the system's."""
-    if tenant is None:
-        return story
-    sequencing = story.sequencing
-    if sequencing is not None and sequencing.leader is not None:
-        sequencing = replace(sequencing, leader=NOT_SHOWN)
-    deliveries = tuple(
-        each
-        if each.standing is None or each.standing.relay is None
-        else replace(each, standing=replace(each.standing, relay=NOT_SHOWN))
-        for each in story.deliveries
-    )
-    return replace(story, sequencing=sequencing, deliveries=deliveries)
-
-
 def number(text: str) -> int:
     """The number that stands in a path.
 
@@ -176,4 +177,8 @@ def number(text: str) -> int:
 
 def _once_prefix(tenant: str) -> str:
     # An application's own keys may well begin with a tenant's name, and none begins so.
-    return f"@{sha256(tenant.encode()).hexdigest()[:32]}/"
+    return f"@{_digest(tenant, 32)}/"
+
+
+def _digest(tenant: str, chars: int) -> str:
+    return sha256(tenant.encode()).hexdigest()[:chars]

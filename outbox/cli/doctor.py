@@ -30,7 +30,7 @@ Examples:
 Exit code 1 says that there is a problem; warnings are none. It asks nothing for
 more than some seconds, so it may be run by a monitor; a role with pg_monitor and
 SELECT on the tables sees everything. The probe publishes one event of the type
-outbox.probe, which only endpoints get that name outbox in their types.
+outbox.probe, which only endpoints get that name all of it in their types.
 """
 )
 @click.option(

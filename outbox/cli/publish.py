@@ -105,7 +105,7 @@ def command(
             )
         if as_json:
             told = {} if deliver_at is None else {"deliver_at": deliver_at}
-            emit_json({"id": event_id, "published": event_id is not None, **told})
+            emit_json({"id": event_id, "already": event_id is None, **told})
         elif event_id is None:
             click.echo(f'not published: the once key "{once}" was already taken')
         elif deliver_at is not None:

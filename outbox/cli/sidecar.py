@@ -127,7 +127,7 @@ def _health(relay: Relay, telemetry: Exporting) -> web.Application:
 
     def why_not_ready() -> str | None:
         condition = relay.condition()
-        return None if condition.ready else condition.why
+        return None if condition.ready else condition.to_anybody
 
     async def metrics(accept: str) -> tuple[bytes, str]:
         snapshot = await relay.snapshot(time.time())

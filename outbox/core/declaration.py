@@ -38,6 +38,10 @@ _NAMES = {
 FIELDS = {_NAMES.get(each.name, each.name): each.name for each in fields(EndpointSettings)}
 """Names of settings, and the fields that hold them, in the order in which they are shown."""
 
+FLAGS = {"header": "headers", "policy": "retry", "type": "types"}
+"""Flags that are called otherwise than what they set: one gives one of many, and a policy
+is of retries."""
+
 _DEFAULTS = EndpointSettings(name="-", url="-")
 
 
@@ -200,7 +204,8 @@ def _mapping(given: object, place: str) -> dict[str, Any]:
 def _known(given: Mapping[Any, Any], names: Sequence[str], place: str) -> None:
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, 1)
+            near = [FLAGS.get(str(name), ""), *difflib.get_close_matches(str(name), names, 1)]
+            near = [each for each in near if each in names]
             hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(names)}"
             raise UsageError(f'{place}: there is no setting "{name}"; {hint}')
 

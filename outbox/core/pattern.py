@@ -9,7 +9,8 @@ pattern `*` stands for exactly one segment and a last `**` for one or more:
     **              everything but operational events
 
 Types under `outbox.` are the relay's own operational events.  They only reach
-patterns that say `outbox` themselves: a wildcard never covers it.
+patterns that say `outbox` themselves: a wildcard never covers it.  Nor does one cover the
+doctor's probe (`PROBE`), which tells nobody anything: it reaches who names all of it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from outbox.errors import UsageError
 
 TYPE_BYTES_MAX = 255
 RESERVED_PREFIX = "outbox."
+PROBE = f"{RESERVED_PREFIX}probe"
+"""What the doctor sends through the database, to time it."""
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_]+")
 
@@ -46,5 +49,8 @@ def parse(pattern: str) -> re.Pattern[str]:
                 f"type pattern: {pattern!r} is not one: use segments of letters, digits and _ "
                 'joined by dots, "*" for one segment, a last "**" for the rest'
             )
-    own = "" if segments[0] == "outbox" else r"(?!outbox\.)"
-    return re.compile(own + r"\.".join(regex), re.ASCII)
+    if segments[0] != "outbox":
+        unmeant = r"(?!outbox\.)"
+    else:
+        unmeant = "" if pattern == PROBE else rf"(?!{re.escape(PROBE)}\Z)"
+    return re.compile(unmeant + r"\.".join(regex), re.ASCII)

@@ -57,7 +57,8 @@ class Event:
 class Sequenced:
     """The batch in which an event was given its numbers."""
 
-    batch: int
+    batch: int | None
+    """Here and below, None of what is the system's: it is not told to a tenant."""
     at: datetime
     late: bool
     """It was committed when later ones had been sequenced already."""
@@ -68,7 +69,7 @@ class Attempt:
     """One request."""
 
     attempt: int
-    replica_id: int
+    replica_id: int | None
     outcome: str
     """delivered, retry or refused."""
     status: int | None
@@ -173,10 +174,10 @@ class Missed:
 class Sequencing:
     """Why an event may not be sequenced yet."""
 
-    high: int
-    in_gap: bool
+    high: int | None
+    in_gap: bool | None
     """It was committed late, and its place is still held open."""
-    relays: int
+    relays: int | None
     """Those that are alive."""
     leader: str | None
 
@@ -230,6 +231,8 @@ def _diagnosis(story: Story) -> Iterator[str]:
 
 
 def _why_not_sequenced(sequencing: Sequencing, outbox_id: int) -> str:
+    if sequencing.high is None:
+        return "it is not sequenced yet"
     if not sequencing.relays:
         return "it is not sequenced: no relay is alive; start one: outbox relay"
     if sequencing.in_gap:

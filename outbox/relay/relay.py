@@ -34,6 +34,9 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 5.0
 SURVIVABLE = (*TROUBLE, Fenced)
 """What ends a session but not the relay: the database, or the lease, was lost."""
 
+NOT_WORKING = "it is not at work with its database just now; its log says why"
+"""The reason itself may have the database's address in it."""
+
 
 class Relay:
     """Delivers until `stop`; survives the database's restarts.
@@ -81,7 +84,7 @@ class Relay:
             return Condition(ready=False, why="it is stopping")
         working = None if self._session is None else self._session.working
         if working is None:
-            return Condition(ready=False, why=self._lost)
+            return Condition(ready=False, why=self._lost, told=NOT_WORKING)
         return working.condition()
 
     async def snapshot(self, at: float) -> Snapshot:

@@ -30,6 +30,13 @@ class Condition:
     ready: bool
     why: str = ""
     """Why not, in one line."""
+    told: str | None = None
+    """The same to whoever asks, where the reason has addresses and names in it."""
+
+    @property
+    def to_anybody(self) -> str:
+        """Why not, with nothing in it that is for operators alone."""
+        return self.why if self.told is None else self.told
 
 
 @dataclass(frozen=True, slots=True)

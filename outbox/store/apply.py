@@ -145,12 +145,12 @@ async def _plan(
             name = found.name
             owed: int = await connection.fetchval(COUNT_OWED, found.id)
             if owed and not give_up:
-                raise Conflict(f"--prune: {StillOwed(name, owed)}")
+                raise Conflict(f"prune: {StillOwed(name, owed)}")
             # Its name is free in the same change, unless it is still owed something.
             taken[name] = "removing"
             if not owed:
                 del taken[name]
-            work.append(_Work(Step("remove", name, found.id, owed=owed), "--prune", found, None))
+            work.append(_Work(Step("remove", name, found.id, owed=owed), "prune", found, None))
     for each in declared:
         match, name = matches.get(each.place), each.settings.name
         state = match.state if match and match.state == "removing" else taken.get(name)

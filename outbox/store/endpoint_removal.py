@@ -51,8 +51,8 @@ class StillOwed(Conflict):
     def __init__(self, name: str, owed: int) -> None:
         deliveries = "1 delivery" if owed == 1 else f"{owed} deliveries"
         super().__init__(
-            f'endpoint "{name}" is owed {deliveries}; say --wait to deliver them first, '
-            "or --give-up to give them up for good"
+            f'endpoint "{name}" is owed {deliveries}: have them delivered first, or give them up '
+            "for good"
         )
         self.owed = owed
 
@@ -140,7 +140,7 @@ async def drain(connection: Connection[Any], schema: str, name: str, *, actor: s
         if found.state == "paused":
             raise Conflict(
                 f'endpoint "{name}" is paused and delivers nothing; resume it first, '
-                "or say --give-up"
+                "or give up what it is owed"
             )
         if found.subscribed:
             await connection.execute(END_SUBSCRIPTION, found.id, from_batch)

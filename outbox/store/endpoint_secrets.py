@@ -71,7 +71,7 @@ async def rotate_secret(
         if len(old) >= SECRETS_MAX:
             raise Conflict(
                 f'endpoint "{name}" has {SECRETS_MAX} live secrets already, the first until '
-                f"{min(old).isoformat(timespec='seconds')}; wait, or say --overlap 0"
+                f"{min(old).isoformat(timespec='seconds')}; wait, or give an overlap of 0"
             )
         told = {"name": name, "overlap_s": overlap_s, "live": len(old) + 1}
         await write_journal(connection, "endpoint_secret_rotated", actor, found.id, told)

@@ -171,7 +171,7 @@ class Whose:
 
     def __post_init__(self) -> None:
         if (self.tenant is None) == (self.key is None):
-            raise UsageError("say one of --tenant T and --key K")
+            raise UsageError("say whose events: one of tenant and key")
 
 
 @dataclass(slots=True)

@@ -94,7 +94,8 @@ class Job:
     erased: int
     """Passed over, because their events are gone."""
     done: int
-    """Of `all`: dead letters' numbers, or ids of events that were looked at."""
+    """Of `all`: dead letters' numbers, or ids of events that were looked at; of these a
+    tenant is told hundredths."""
     all: int
     stopped: dict[str, int]
     """Endpoints where it ended before its time, by reason."""

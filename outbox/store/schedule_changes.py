@@ -229,7 +229,7 @@ async def _lock(connection: Connection[Any], name: str) -> Record:
 
 
 def _exists(name: str) -> Conflict:
-    return Conflict(f'there is a schedule "{name}" already; --replace changes it')
+    return Conflict(f'there is a schedule "{name}" already; say replace to change it')
 
 
 async def _journal(

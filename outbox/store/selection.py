@@ -107,11 +107,11 @@ class Selection:
     def __post_init__(self) -> None:
         if not (self.ids or self.filter or self.everything):
             raise UsageError(
-                "say which dead letters: ID…, --all, or some by "
-                "--endpoint, --type, --tenant, --reason, --since, --until"
+                "say which dead letters: some by their ids, all, or some by "
+                "endpoint, type, tenant, reason, since, until"
             )
         if bool(self.ids) + bool(self.filter) + self.everything > 1:
-            raise UsageError("say ID…, --all, or what they have in common, not several")
+            raise UsageError("say ids, all, or what they have in common, not several")
         if len(self.ids) > IDS_MAX:
             raise UsageError(f"at most {IDS_MAX} by number; say what they have in common")
 
@@ -126,7 +126,7 @@ def require_order(since: datetime | None, until: datetime | None) -> None:
         UsageError: it does.
     """
     if since is not None and until is not None and until <= since:
-        raise UsageError("--until must be later than --since")
+        raise UsageError("until must be later than since")
 
 
 async def endpoint_ids(

@@ -6,12 +6,16 @@ who looks back at many events asks here.  A subscription is `s`, an event `o`.
 
 from __future__ import annotations
 
-# A pattern as a regular expression.  Operational events are only for those who name them.
-TYPE_MATCHES = r"""
+from outbox.core.pattern import PROBE
+
+# A pattern as a regular expression.  Operational events are only for those who name them,
+# and the doctor's probe for those who name all of it.
+TYPE_MATCHES = rf"""
     EXISTS (SELECT FROM unnest(s.types) AS p(pattern)
              WHERE o.type ~ ('^' || replace(replace(replace(replace(
                        p.pattern, '.', '\.'), '**', '#'), '*', '[^.]+'), '#', '.+') || '$')
-               AND (o.type NOT LIKE 'outbox.%' OR p.pattern LIKE 'outbox.%'))
+               AND (o.type NOT LIKE 'outbox.%' OR p.pattern LIKE 'outbox.%')
+               AND (o.type <> '{PROBE}' OR p.pattern = '{PROBE}'))
 """
 
 TENANT_MATCHES = "(s.all_tenants OR s.tenant IS NOT DISTINCT FROM o.tenant)"

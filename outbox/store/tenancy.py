@@ -42,6 +42,9 @@ OWNS_JOB = f"""
 SELECT {JOB_IS_OWN.format(job="$2::bigint", tenant="$1")}
 """
 
+# Those that have ended, too: what they did is still told.
+READ_ACTORS = "SELECT DISTINCT 'token ' || name AS actor FROM token WHERE tenant = $1"
+
 
 async def owns_endpoint(connection: Connection[Any], tenant: str, name: str) -> bool:
     """Whether the endpoint of this name is for this tenant alone."""
@@ -62,3 +65,8 @@ async def owns_dead_letters(connection: Connection[Any], tenant: str, ids: Colle
 async def owns_job(connection: Connection[Any], tenant: str, job_id: int) -> bool:
     """Whether a replay job is about endpoints of this tenant alone."""
     return bool(await connection.fetchval(OWNS_JOB, tenant, job_id))
+
+
+async def actors(connection: Connection[Any], tenant: str) -> frozenset[str]:
+    """How those who acted with the tenant's tokens are called in what they did."""
+    return frozenset(row["actor"] for row in await connection.fetch(READ_ACTORS, tenant))

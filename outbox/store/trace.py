@@ -205,7 +205,7 @@ async def read(
             if row is None:
                 standing = await connection.fetchrow(READ_SEQUENCING, outbox_id)
                 sequencing = Sequencing(**dict(standing))
-                if sequencing.in_gap or outbox_id > sequencing.high:
+                if standing["in_gap"] or outbox_id > standing["high"]:
                     return Story(at, event, None, sequencing, False, (), 0, ())
             sequenced = None if row is None else Sequenced(**dict(row))
             batch = NO_BATCH if sequenced is None else sequenced.batch

@@ -35,7 +35,7 @@ async def test_an_event_is_published_as_it_was_said(database: Database, api: Api
     }
     answer = await api.post("/v1/events", said)
     assert answer.status == 201
-    assert answer.json["published"] is True
+    assert answer.json["already"] is False
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         row = await db.fetchrow("SELECT *, payload = $1::jsonb AS same FROM outbox", _json(said))
     assert str(row["event_id"]) == answer.json["id"]
@@ -59,7 +59,14 @@ async def test_a_once_key_is_answered_with_the_earlier_event(database: Database,
     said = await api.post("/v1/events", {**event, "once": "k/1"})
     assert (first.status, again.status, said.status) == (201, 200, 200)
     assert first.json["id"] == again.json["id"] == said.json["id"]
-    assert (first.json["published"], again.json["published"]) == (True, False)
+    assert (first.json["already"], again.json["already"]) == (False, True)
+    assert await fetchval(database, COUNT) == 1
+
+
+async def test_a_once_key_does_not_ask_what_the_event_says(database: Database, api: Api) -> None:
+    first = await api.post("/v1/events", {"type": "a.b", "payload": 1, "once": "k"})
+    other = await api.post("/v1/events", {"type": "c.d"}, headers={"Idempotency-Key": "k"})
+    assert (other.status, other.json) == (200, {"id": first.json["id"], "already": True})
     assert await fetchval(database, COUNT) == 1
 
 
@@ -68,7 +75,7 @@ async def test_a_key_that_was_claimed_for_nothing_has_no_event(
 ) -> None:
     await fetchval(database, "SELECT claim_once('k')")
     answer = await api.post("/v1/events", {"type": "a.b", "once": "k"})
-    assert (answer.status, answer.json) == (200, {"id": None, "published": False})
+    assert (answer.status, answer.json) == (200, {"id": None, "already": True})
 
 
 async def test_fifty_who_say_the_same_at_once_publish_one_event(
@@ -93,7 +100,7 @@ async def test_many_events_keep_their_order_and_tell_what_became_of_each(
     answer = await api.post("/v1/events", {"events": said})
     assert answer.status == 201
     told = answer.json["events"]
-    assert [each["published"] for each in told] == [True] * 999 + [False]
+    assert [each["already"] for each in told] == [False] * 999 + [True]
     assert told[-1]["id"] == earlier
     async with database.connection(server_settings={"search_path": "relay"}) as db:
         rows = await db.fetch("SELECT event_id FROM outbox WHERE id > 1 ORDER BY id")

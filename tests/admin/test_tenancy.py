@@ -144,7 +144,7 @@ def requests(route: Route, ids: Mapping[str, Any]) -> list[Request] | None:
         case ("GET", "/v1/endpoints" | "/v1/live"):
             return [(route.path, None, {})]
         case ("POST", "/v1/endpoints"):
-            new = {"name": "acme-new", "url": URL}
+            new = {"name": "acme.new", "url": URL}
             return [
                 (route.path, {**new, "tenant": "globex"}, {}),
                 (route.path, {**new, "all_tenants": True}, {}),
@@ -311,15 +311,15 @@ async def test_what_is_the_tenants_own_is_shown(world: World) -> None:
 
 async def test_what_a_tenant_makes_is_its_own(world: World) -> None:
     acme, database = world.acme, world.database
-    made = await acme.post("/v1/endpoints", {"name": "acme-new", "url": URL})
+    made = await acme.post("/v1/endpoints", {"name": "acme.new", "url": URL})
     assert made.status == 201
-    sql = "SELECT tenant FROM endpoint WHERE name = 'acme-new'"
+    sql = "SELECT tenant FROM endpoint WHERE name = 'acme.new'"
     assert await fetchval(database, sql) == "acme"
-    assert (await acme.ask("PATCH", "/v1/endpoints/acme-new", {"lanes": 2})).status == 200
+    assert (await acme.ask("PATCH", "/v1/endpoints/acme.new", {"lanes": 2})).status == 200
     event = (await acme.post("/v1/events", {"type": "a.b"})).json["id"]
     sql = "SELECT tenant FROM outbox WHERE event_id::text = $1"
     assert await fetchval(database, sql, event) == "acme"
-    body = {"name": "acme-weekly", "cron": "@weekly", "type": "a.b"}
+    body = {"name": "acme.weekly", "cron": "@weekly", "type": "a.b"}
     assert (await acme.post("/v1/schedules", body)).json["tenant"] == "acme"
     assert (await acme.post("/v1/schedules", {**body, "replace": True})).status == 201
     replayed = await acme.post("/v1/dead-letters/replay", {"all": True})

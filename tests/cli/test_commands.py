@@ -153,7 +153,7 @@ def test_publish(here: Command, database: Database) -> None:
         "publish", "order.paid", "--json", "--tenant", "t", "--header", "X-A=b=c",
         "--expires-in", "10m",
     ).json  # fmt: skip
-    assert answer["published"] is True
+    assert answer["already"] is False
     row = execute(
         database,
         "SELECT row_to_json(o)::jsonb - 'created_at' - 'expires_at' FROM outbox o WHERE id = 2",
@@ -173,7 +173,7 @@ def test_a_taken_once_key_is_no_failure(here: Command, database: Database) -> No
     assert again.out == 'not published: the once key "plan:7" was already taken\n'
     assert here("publish", "a", "--once", "plan:7", "--json").json == {
         "id": None,
-        "published": False,
+        "already": True,
     }
     assert execute(database, "SELECT count(*) FROM outbox") == 1
 
@@ -322,8 +322,8 @@ def test_endpoint_remove(here: Command, database: Database) -> None:
     owed = here("endpoint", "remove", "b")
     assert owed.code == 2
     assert owed.error == (
-        'endpoint "b" is owed 3 deliveries; say --wait to deliver them first, or --give-up to '
-        "give them up for good"
+        'endpoint "b" is owed 3 deliveries: have them delivered first, or give them up for good '
+        "(--wait, or --give-up)"
     )
     assert here("endpoint", "remove", "b", "--give-up").out == (
         'removing endpoint "b": the relay gives up its 3 deliveries; '
@@ -485,7 +485,7 @@ def test_dead_letters_by_what_they_have_in_common(here: Command, database: Datab
     assert counted["counts"][0]["numbers"] == 10
     for args, says in (
         (("--since", "yesterday"), "is neither a moment such as 2026-01-31T12:00Z nor a time ago"),
-        (("--since", "1h", "--until", "2h"), "--until must be later than --since"),
+        (("--since", "1h", "--until", "2h"), "until must be later than since"),
         (("--type", "a b"), "type pattern: 'a b' is not one"),
         (("--reason", "tired"), "'tired' is not one of 'refused'"),
     ):

@@ -352,7 +352,7 @@ def test_remove_asks_nobody_who_is_not_there(here: Command, database: Database) 
     here("endpoint", "pause", "a")
     paused = here("endpoint", "remove", "a", "--wait")
     assert paused.code == 2
-    assert "is paused and delivers nothing; resume it first, or say --give-up" in paused.error
+    assert "paused and delivers nothing; resume it first, or give up what it" in paused.error
 
 
 @pytest.mark.parametrize(

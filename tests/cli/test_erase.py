@@ -66,8 +66,8 @@ def test_a_key_for_machines(outbox: Command, filled: Database) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "say one of --tenant T and --key K"),
-        (["--tenant", "a", "--key", "b"], "say one of --tenant T and --key K"),
+        ([], "say whose events: one of tenant and key"),
+        (["--tenant", "a", "--key", "b"], "say whose events: one of tenant and key"),
         (["--tenant", "acme"], "it cannot be taken back; say --yes to do it, or --dry-run"),
     ],
 )

@@ -103,7 +103,10 @@ def test_the_version(outbox: Command) -> None:
         (["status", "--dsn", ""], "--dsn is empty"),
         (["migrate", "--check", "--producer", "app"], "it does not go with --producer"),
         (["migrate", "--check", "--payload-bytes-max", "5000"], "go with --payload-bytes-max"),
-        (["dead", "replay"], "say which dead letters: ID…, --all, or some by --endpoint, --type"),
+        (
+            ["dead", "replay"],
+            "say which dead letters: some by their ids, all, or some by endpoint, type",
+        ),
         (["dead", "discard"], "say which dead letters"),
         (["publish", "a", "--expires-in", "5y"], '"5y" is not a time such as 30s, 10m, 2h or 1d'),
         (["publish", "a", "--expires-in", "0"], '"0" is not a time'),

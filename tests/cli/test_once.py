@@ -126,7 +126,7 @@ def test_a_reset_is_kept(
     assert "@" in row["actor"]
     assert str(claimed["plan:a"]) in row["data"]
     published = here("publish", "a.b", "--once", "plan:a", "--once-for", "2h", "--json").json
-    assert published["published"]
+    assert not published["already"]
     shown = here("once", "show", "plan:a", "--json").json
     assert (shown["event_id"], shown["resets"], shown["state"]) == (published["id"], 1, "held")
     kept = "SELECT expires_at - claimed_at < interval '3 h' AS kept FROM once WHERE key = 'plan:a'"

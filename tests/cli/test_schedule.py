@@ -26,7 +26,7 @@ def test_adding_shows_the_next_runs_in_their_zone(here: Command) -> None:
     assert re.fullmatch(wanted, result.out), result.out
     again = here(*NIGHTLY)
     assert again.code == 2
-    assert again.error == 'there is a schedule "nightly" already; --replace changes it'
+    assert again.error == 'there is a schedule "nightly" already; say replace to change it'
     changed = here(*NIGHTLY, "--replace", "--misfire", "skip", "--grace", "5m", "--json").json
     assert (changed["timezone"], changed["misfire"], changed["grace_s"]) == ("UTC", "skip", 300.0)
     assert len(changed["next_runs"]) == 3
@@ -119,7 +119,7 @@ def test_publishing_later(here: Command) -> None:
     later = here(
         "publish", "a.b", "--at", "2100-01-01T01:00:00+01:00", "--once", "k", "--json"
     ).json
-    assert later["published"] is True
+    assert later["already"] is False
     taken = here("publish", "a.b", "--deliver-at", "2100-01-01T01:00:00+01:00", "--once", "k")
     assert taken.out == 'not published: the once key "k" was already taken\n'
     said = here("publish", "a.b", "--at", "2100-01-01T00:00:00Z").out

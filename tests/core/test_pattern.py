@@ -63,8 +63,13 @@ def test_a_type_matches_itself_with_any_segment_but_outbox_blanked(
         ("*.*.**", ["a.b.c", "a.b.c.d"], ["a.b", "outbox.b.c"]),
         ("*", ["order", "outbox", "outboxes"], ["order.paid"]),
         ("**", ["order", "outbox", "outboxes.x", "a.outbox.b"], ["outbox.lane.ended"]),
-        ("outbox.*", ["outbox.ended"], ["outbox", "outbox.lane.ended"]),
-        ("outbox.**", ["outbox.ended", "outbox.lane.ended"], ["outbox"]),
+        ("outbox.*", ["outbox.ended"], ["outbox", "outbox.lane.ended", "outbox.probe"]),
+        (
+            "outbox.**",
+            ["outbox.ended", "outbox.probe.x", "outbox.probes"],
+            ["outbox", "outbox.probe"],
+        ),
+        ("outbox.probe", ["outbox.probe"], ["outbox.probes"]),
         ("outbox", ["outbox"], ["outbox.ended"]),
     ],
 )

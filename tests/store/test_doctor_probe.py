@@ -39,7 +39,8 @@ async def test_an_event_goes_through_the_database_and_reaches_nobody_else(
     database: Database, db: Connection[Any]
 ) -> None:
     await add_endpoint(database, "all")
-    await add_endpoint(database, "named", types=["outbox.*"])
+    await add_endpoint(database, "operator", types=["outbox.*", "outbox.**"])
+    await add_endpoint(database, "named", types=["outbox.probe"])
     network = Network()
     async with running(database, network):
         await until(lambda: fetchval(database, ALIVE), what="a relay")

@@ -385,7 +385,7 @@ async def test_old_secrets_sign_beside_the_new_one_for_a_while(
     old, older, new = [row[0] for row in await db.fetch(ages)]
     assert old <= 86_400 < older
     with pytest.raises(
-        UsageError, match=r"has 3 live secrets already, the first until .*overlap 0"
+        UsageError, match=r"has 3 live secrets already, the first until .*overlap of 0"
     ):
         await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann")
     assert len(await live(db, made.id)) == 3

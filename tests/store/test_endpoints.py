@@ -199,8 +199,8 @@ async def test_an_endpoint_that_is_owed_something_is_not_removed(
         with pytest.raises(UsageError) as caught:
             await remove(db)
         assert str(caught.value) == (
-            'endpoint "shop" is owed 4 deliveries; say --wait to deliver them first, or --give-up '
-            "to give them up for good"
+            'endpoint "shop" is owed 4 deliveries: have them delivered first, or give them up '
+            "for good"
         )
         found = await endpoints.get(db, "relay", "shop")
         row, lanes = found.row, found.lanes

@@ -72,7 +72,7 @@ async def test_a_name_is_taken_once(database: Database, db: Connection[Any]) -> 
     assert len(refused) == 3
     for each in refused:
         assert isinstance(each, UsageError)
-        assert str(each) == 'there is a schedule "daily" already; --replace changes it'
+        assert str(each) == 'there is a schedule "daily" already; say replace to change it'
 
 
 async def test_a_change_publishes_no_tick_again(database: Database, db: Connection[Any]) -> None:

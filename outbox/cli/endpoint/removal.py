@@ -84,7 +84,7 @@ async def _removed(
         )
     except StillOwed as still:
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise
+            raise UsageError(f"{still} (--wait, or --give-up)") from None
         question = f'endpoint "{name}" is owed {count(still.owed, "delivery")}; give up for good?'
         if not click.confirm(question, err=True):
             raise UsageError("nothing was changed; --wait delivers them first") from None

@@ -1,9 +1,9 @@
 """The self-probe: an event of our own, sent through the database and timed.
 
-It has a reserved type, so it reaches no endpoint that does not name `outbox` in its
-types.  It is an event like any other, and goes with its partition.  Where no relay
-runs, or this role may not publish, nothing is left behind: a commit with a
-notification to ourselves is all that is timed.
+It has a reserved type that no wildcard covers, so it reaches no endpoint that does not name
+all of it (`outbox.core.pattern`).  It is an event like any other, and goes with its
+partition.  Where no relay runs, or this role may not publish, nothing is left behind: a
+commit with a notification to ourselves is all that is timed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+from outbox.core.pattern import PROBE as TYPE
 from outbox.store.doctor.finding import STATEMENT_TIMEOUT_S, ok, warning
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from outbox.store.doctor.finding import Look, Said
 
-TYPE = "outbox.probe"
 LOOK_MIN_S, LOOK_MAX_S = 0.002, 0.1
 """Between two looks at how far the cursor is."""
 

@@ -20,7 +20,7 @@ function delivery(each) {
     table(ATTEMPTS, each.attempts.map((attempt) => row([
       String(attempt.attempt), time(attempt.started_at), duration(attempt.elapsed_ms / 1000), badge(attempt.outcome === "retry" ? "failing" : attempt.outcome === "refused" ? "refusing" : "delivered", attempt.outcome),
       h("details", null, h("summary", null, `${attempt.status ?? ""} ${attempt.error ?? ""}`.trim() || "–"), attempt.answer && code(attempt.answer)),
-      String(attempt.replica_id)], ATTEMPTS)), "Not tried yet."));
+      String(attempt.replica_id ?? "")], ATTEMPTS)), "Not tried yet."));
 }
 
 function story(told) {
@@ -31,7 +31,7 @@ function story(told) {
     told.diagnosis.length ? h("ul", { class: "diagnosis" }, told.diagnosis.map((line) => h("li", null, line))) : null,
     told.deliveries.length ? timeLine(told, session.now()) : null,
     facts([["Published", time(event.published_at)],
-      told.sequenced && ["Sequenced", `${duration((Date.parse(told.sequenced.at) - Date.parse(event.published_at)) / 1000)} later, in batch ${count(told.sequenced.batch)}`],
+      told.sequenced && ["Sequenced", `${duration((Date.parse(told.sequenced.at) - Date.parse(event.published_at)) / 1000)} later${told.sequenced.batch === null ? "" : `, in batch ${count(told.sequenced.batch)}`}`],
       ["Key", event.key && h("a", { href: link("events", [], { key: event.key }) }, event.key)], ["Tenant", event.tenant],
       ["Payload", event.erased_at ? `erased ${time(event.erased_at)}` : bytes(event.payload_bytes)],
       event.expires_at && ["Expires", time(event.expires_at)]]),
