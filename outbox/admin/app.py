@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.admin")
 
-REFUSAL_CHARS_MAX = 200
 HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -217,16 +215,6 @@ def _problem(told: Problem) -> web.Response:
         headers=dict(told.headers),
         content_type=problem.MEDIA_TYPE,
     )
-
-
-def refusal(status: int, why: str) -> web.Response:
-    """The answer to what is no good HTTP, which comes to no route and no middleware."""
-    if status < HTTPStatus.INTERNAL_SERVER_ERROR:
-        answer = _problem(Problem(Kind.BAD_REQUEST, why[:REFUSAL_CHARS_MAX]))
-    else:
-        answer = _problem(Problem(Kind.INTERNAL, "the log of this relay may say more"))
-    answer.headers.update(HEADERS)
-    return answer
 
 
 async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:

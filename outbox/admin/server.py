@@ -28,7 +28,7 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
         CannotRun: the address is taken, or not ours.
     """
     # Imported here: a relay without the API need not know its routes.
-    from outbox.admin.app import application, refusal
+    from outbox.admin.app import application
     from outbox.admin.database import Database
     from outbox.admin.failures import FailedLogins
     from outbox.admin.hosts import is_loopback
@@ -38,8 +38,7 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
     async with database.opened():
         writing = asyncio.ensure_future(failures.run())
         try:
-            made = application(settings, address, database, failures)
-            async with serving(made, address, refusal=refusal) as at:
+            async with serving(application(settings, address, database, failures), address) as at:
                 log.info("the API listens", url=at.url)
                 if not is_loopback(address.host):
                     log.warning(
