@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
 
 import orjson
 import structlog
@@ -35,7 +36,9 @@ from outbox.admin.routing import Call, Later, Page, Reply
 from outbox.store.connect import in_one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from asyncpg import Connection
 
     from outbox.admin.database import Database
     from outbox.admin.failures import FailedLogins
@@ -125,8 +128,7 @@ class _Admin:
         if route.body is not None:
             body = await read_body(request, route.body, required=route.body_required)
         try:
-            async with self._database.connection(long=route.long) as connection:
-                self._note(None)
+            async with self._connection(route) as connection:
                 await tenancy.require_own(connection, route, caller.tenant, path)
                 call: Call[Any, Any] = Call(
                     caller,
@@ -148,6 +150,16 @@ class _Admin:
         if isinstance(answer, Later):
             answer = await answer.go()
         return _response(answer)
+
+    @asynccontextmanager
+    async def _connection(self, route: Route) -> AsyncIterator[Connection[Any]]:
+        """What the route asks the database by."""
+        if not route.asks:
+            yield cast("Connection[Any]", None)
+            return
+        async with self._database.connection(long=route.long) as connection:
+            self._note(None)
+            yield connection
 
     def _as_problem(self, error: Exception, request: web.Request, route: Route) -> Exception:
         """What to answer for an error; one that nobody expected is logged."""

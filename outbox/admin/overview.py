@@ -147,6 +147,7 @@ ROUTES = (
         path="/v1/me",
         summary="What this token may do",
         handler=_me,
+        asks=False,
         scope=None,
         tenants=For.ANYBODY,
         answers={200: Me},

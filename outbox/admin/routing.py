@@ -165,6 +165,8 @@ class Route:
     timeout_s: float = TIMEOUT_S
     long: bool = False
     """It may have a connection for minutes."""
+    asks: bool = True
+    """False: it needs no connection, and has none."""
 
     @property
     def tag(self) -> str:

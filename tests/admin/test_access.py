@@ -430,6 +430,8 @@ async def test_who_asks_is_known_while_all_other_connections_are_busy(
             tasks.create_task(api.get("/v1/replicas"))
         await until(lambda: at_work == REQUESTS_MAX, 20, "all connections to be busy")
         assert (await api.with_token(NOBODYS).get("/v1/me")).status == 401
+        newcomer = api.with_token(await make_token(database, "new", ("read",)))
+        assert (await newcomer.get("/v1/me")).json["scopes"] == ["read"]
         gate.set()
 
 

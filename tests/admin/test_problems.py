@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from typing import TYPE_CHECKING, Any
 
-import orjson
 import pytest
 
 from outbox.admin.events import NewEvents
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
 
 URL = "http://127.0.0.1:9/"
-GET = b"GET /v1/me HTTP/1.1\r\nHost: localhost\r\n"
 ODD: list[Any] = [
     "?", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, True, None, 10**30, ["?"] * 1001, float("nan"),
 ]  # fmt: skip
@@ -167,30 +164,3 @@ def _would_do(route: Route, query: dict[str, Any]) -> bool:
     """Whether it ends what the other questions are about."""
     removes = route.method == "DELETE" and query == {"give_up": True}
     return removes or route.path.endswith(("/resume", "/test"))
-
-
-@pytest.mark.one_major
-@pytest.mark.parametrize(
-    ("request_", "status"),
-    [
-        (GET + b"Content-Type: a/b\r\nContent-Type: c/d\r\n\r\n", 400),
-        (b"nonsense\r\n\r\n", 400),
-        (GET + b"A: " + b"a" * 20_000 + b"\r\n\r\n", 400),
-    ],
-    ids=["a header twice", "no HTTP", "a long header"],
-)
-async def test_what_is_no_good_http_is_a_problem_as_well(
-    anybody: Api, request_: bytes, status: int
-) -> None:
-    port = int(anybody.url.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request_)
-    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    lines = head.decode().lower().split("\r\n")
-    assert lines[0].split()[1] == str(status)
-    assert "content-type: application/problem+json" in lines
-    assert "cache-control: no-store" in lines
-    told = orjson.loads(body)
-    assert (told["type"], told["status"]) == ("urn:outbox:problem:bad-request", 400)
-    assert told["detail"]
