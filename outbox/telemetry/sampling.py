@@ -31,10 +31,11 @@ RATIOS = ("traceidratio", "parentbased_traceidratio")
 KNOWN = (*RATIOS, "always_on", "always_off", DEFAULT, "parentbased_always_off")
 
 TRACEPARENT = re.compile(rb'"traceparent"', re.IGNORECASE)
-# One that is valid (W3C Trace Context, 3.2.2), and whose producer did not sample it.
+# One that is valid (W3C Trace Context, 3.2.2: in lower case, whatever the header's name is
+# in), and whose producer did not sample it.
 UNSAMPLED = re.compile(
-    rb'"traceparent"\s*:\s*"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]"',
-    re.IGNORECASE,
+    rb'"(?i:traceparent)"\s*:\s*'
+    rb'"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f][02468ace]"'
 )
 _LOW, _MIXER = (1 << 64) - 1, 0x9E3779B97F4A7C15F39CC0605CEDC835
 """The mixer is odd, so that different events have different traces."""
