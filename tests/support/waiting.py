@@ -31,15 +31,18 @@ async def until(
     `condition` may be a coroutine function.  Raises AssertionError, naming
     `what` and the last answer, when `timeout_s` have passed.
     """
+    loop = asyncio.get_running_loop()
     answer: object = None
     try:
         async with asyncio.timeout(timeout_s):
             while True:
+                asked_at = loop.time()
                 asked = condition()
                 answer = await asked if inspect.isawaitable(asked) else asked
                 if answer:
                     return answer
-                await asyncio.sleep(_POLL_S)
+                # What is waited for needs the processor, too: half of the time is its.
+                await asyncio.sleep(max(_POLL_S, loop.time() - asked_at))
     except TimeoutError:
         raise AssertionError(_too_long(what, timeout_s, answer)) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 from unittest import mock
 from uuid import UUID
@@ -65,7 +66,8 @@ HEADERS = st.one_of(
 )
 
 
-def samplers_word(environment: dict[str, str]) -> Sampler:
+@cache
+def samplers_word(*environment: tuple[str, str]) -> Sampler:
     with mock.patch.dict(os.environ, environment):
         return TracerProvider().sampler
 
@@ -73,13 +75,14 @@ def samplers_word(environment: dict[str, str]) -> Sampler:
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda env: "-".join(env.values()) or "-")
 @given(event_id=IDS, headers=HEADERS)
 @example(event_id=UUID(int=0), headers=None)
+@example(event_id=UUID(int=1), headers=f'{{"traceparent": "00-{1:032x}-{1:016x}-0A"}}')
 def test_what_is_traced_is_what_the_sdk_would_trace(
     environment: dict[str, str], event_id: UUID, headers: str | None
 ) -> None:
     told = None if headers is None else headers.replace("\\n", "\n").encode()
     delivery = replace(DELIVERY, event_id=event_id, headers=told)
     origin = origin_of(delivery)
-    verdict = samplers_word(environment).should_sample(
+    verdict = samplers_word(*environment.items()).should_sample(
         origin.context, origin.trace_id, "deliver", SpanKind.PRODUCER
     )
     sampled = verdict.decision.is_sampled()  # type: ignore[no-untyped-call]
