@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 FRESH_S = 1.0
-SAMPLES_MAX = 300
-"""Ten minutes of a page that asks every two seconds."""
+SAMPLES_MAX = 600
+"""Ten minutes, however many watch."""
 FORGET_S = 600.0
 """A look that is older says nothing of rates."""
 WATCHED_MAX = 50
@@ -39,6 +39,8 @@ class Sample:
     """How fast things moved up to a time, per second."""
 
     at: datetime
+    seconds: float
+    """Over so long: of what was between two looks that are far apart nothing is known."""
     events: float
     """Sequenced; 0 for a tenant, of which it is not known."""
     numbered: float
@@ -122,7 +124,8 @@ def _sample(before: Totals, now: Totals) -> Sample | None:
     moved = rates(before, now, now.events)
     if moved is None:
         return None
-    return Sample(now.at, moved.events, moved.deliveries, moved.ended, now.owed)
+    seconds = (now.at - before.at).total_seconds()
+    return Sample(now.at, seconds, moved.events, moved.deliveries, moved.ended, now.owed)
 
 
 class LiveQuery(Model):
