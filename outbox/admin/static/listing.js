@@ -9,11 +9,15 @@ export function pages(read, draw) {
   let items = [];
   let next = null;
   let last = {};
-  async function more(fresh) {
-    const page = await read(fresh ? null : next);
-    items = fresh ? page.items : items.concat(page.items);
-    next = page.next;
-    last = page;
+  async function more(before, after, least) {
+    let found = before;
+    do {
+      last = await read(after);
+      after = last.next;
+      found = found.concat(last.items);
+    } while (after !== null && found.length < least);
+    items = found;
+    next = after;
     paint();
   }
   function paint() {
@@ -21,10 +25,11 @@ export function pages(read, draw) {
       next !== null && h("button", { type: "button", onclick: (event) => {
         // Twice would be the same page twice.
         event.target.disabled = true;
-        act(() => more(false), "").finally(() => { event.target.disabled = false; });
+        act(() => more(items, next, 0), "").finally(() => { event.target.disabled = false; });
       } }, "More")));
   }
-  return { place, load: () => more(true), repaint: paint };
+  // What was read before is read anew, however many pages that were.
+  return { place, load: () => more([], null, items.length), repaint: paint };
 }
 
 const TIMES = ["since", "until"];
