@@ -26,7 +26,7 @@ function replays(each) {
   if (!each.replays.length) return null;
   return h("section", null, h("h2", null, "Sent again"), table(REPLAYS, each.replays.map((one) => row([
     when(one.asked_at), badge(one.state),
-    one.sequence === null ? plural(one.taken, "delivery", "deliveries") : `${one.sequence} of lane ${one.lane}`,
+    one.sequence === null ? (each.event ? "not yet" : plural(one.taken, "delivery", "deliveries")) : `${one.sequence} of lane ${one.lane}`,
     one.again ? to(one.again) : "–",
   ], REPLAYS)), ""));
 }
