@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
 FRESH_S = 1.0
-SAMPLES_MAX = 300
-"""Ten minutes of a page that asks every two seconds."""
+SAMPLES_MAX = 600
+"""Ten minutes, however many watch."""
 LATELY_S = 10.0
 """What was seen so long ago will do for whoever asks while it is looked at again."""
 FORGET_S = 600.0
@@ -43,6 +43,8 @@ class Sample:
     """How fast things moved up to a time, per second."""
 
     at: datetime
+    seconds: float
+    """Over so long: of what was between two looks that are far apart nothing is known."""
     events: float
     """Sequenced; 0 for a tenant, of which it is not known."""
     numbered: float
@@ -133,7 +135,8 @@ def _sample(before: Totals, now: Totals) -> Sample | None:
     moved = rates(before, now, now.events)
     if moved is None:
         return None
-    return Sample(now.at, moved.events, moved.deliveries, moved.ended, now.owed)
+    seconds = (now.at - before.at).total_seconds()
+    return Sample(now.at, seconds, moved.events, moved.deliveries, moved.ended, now.owed)
 
 
 class LiveQuery(Model):

@@ -91,6 +91,7 @@ async def test_rates_are_between_two_looks(database: Database) -> None:
         (sample,) = (await book.look(connection, "relay", None, 30))[1]
     assert sample.owed == 0
     assert sample.events == sample.numbered == sample.ended > 0
+    assert sample.events * sample.seconds == pytest.approx(20), "it says over how long"
 
 
 async def test_however_many_watch_it_is_looked_at_once(

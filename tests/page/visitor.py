@@ -42,7 +42,7 @@ class Visitor:
         """Through the door, as anybody does."""
         await self.page.goto(f"{self.url}/")
         await self.page.get_by_label("Token").fill(secret)
-        await self.page.get_by_role("button", name="Come in").click()
+        await self.page.get_by_role("button", name="Sign in").click()
         await self.sees(self.page.get_by_role("navigation", name="Views"))
 
     async def goes_to(self, place: str) -> None:

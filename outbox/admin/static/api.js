@@ -38,10 +38,12 @@ async function ask(method, path, body, signal) {
   const headers = { Authorization: `Bearer ${session.token}` };
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let answer;
+  let text;
   try {
     answer = await fetch(path, {
       method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body),
     });
+    text = await answer.text();
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem(0, "the relay does not answer");
@@ -52,13 +54,13 @@ async function ask(method, path, body, signal) {
     const off = date - Date.now();
     session.skew = Math.abs(off) > 2000 ? off : 0;
   }
-  const text = await answer.text();
   let told = null;
   try {
     told = text ? JSON.parse(text) : null;
   } catch {
     throw new Problem(answer.status, `an answer that makes no sense (${answer.status})`);
   }
+  if (answer.status === 401 && session.me) dispatchEvent(new Event("unauthenticated"));
   if (!answer.ok) throw new Problem(answer.status, told?.detail ?? answer.statusText);
   return told;
 }

@@ -1,18 +1,23 @@
 // The page: who is here, which view is shown, and the keys.
 
 import { Problem, get, session } from "./api.js";
+import { newView, pulse } from "./connection.js";
+import { door } from "./door.js";
 import { h, show } from "./dom.js";
-import { ask, field, notice } from "./parts.js";
+import { ask, notice } from "./talk.js";
+import { here, link, meant } from "./places.js";
 import * as dead from "./views/dead.js";
 import * as endpoint from "./views/endpoint.js";
 import * as endpoints from "./views/endpoints.js";
 import * as events from "./views/events.js";
+import * as letter from "./views/letter.js";
 import * as overview from "./views/overview.js";
 import * as replicas from "./views/replicas.js";
 import * as schedules from "./views/schedules.js";
 import * as trace from "./views/trace.js";
 
 // Path, view, its name in the menu, the key that goes there, and whether it is for the system alone.
+// To look takes the scope "read", whatever it is.
 const PLACES = [
   ["overview", overview, "Overview", "o"],
   ["endpoints", endpoints, "Endpoints", "e"],
@@ -22,32 +27,12 @@ const PLACES = [
   ["replicas", replicas, "Replicas", "r", true],
   ["endpoint", endpoint],
   ["trace", trace],
-  ["letter", { view: dead.letter }],
+  ["letter", letter],
 ];
 
 let leave = null;
 
-const menu = () => PLACES.filter(([, , label, , system]) => label && !(system && session.tenant !== null));
-
-function decoded(text) {
-  try {
-    return decodeURIComponent(text);
-  } catch {
-    return text;
-  }
-}
-
-// #/dead?endpoint=billing: the place, what follows it, and the filter.
-export function here() {
-  const [path, search = ""] = location.hash.replace(/^#\/?/, "").split("?");
-  const [place = "", ...rest] = path.split("/");
-  return { place: place || "overview", rest: rest.map(decoded), values: Object.fromEntries(new URLSearchParams(search)) };
-}
-
-export function link(place, rest = [], values = {}) {
-  const search = new URLSearchParams(values).toString();
-  return `#/${[place, ...rest.map(encodeURIComponent)].join("/")}${search ? `?${search}` : ""}`;
-}
+const menu = () => PLACES.filter(([, , label, , system]) => label && session.may("read") && !(system && session.tenant !== null));
 
 const THEMES = ["auto", "light", "dark"];
 
@@ -64,24 +49,16 @@ function top() {
   show(document.getElementById("top"),
     h("a", { class: "mark", href: "#/overview" }, h("img", { src: "/page/icon.svg", alt: "", width: 22, height: 22 }), "outbox",
       session.me && h("span", { class: "schema" }, session.tenant ?? session.me.schema)),
-    session.me && h("nav", { "aria-label": "Views" }, menu().map(([path, , label]) => h("a", {
+    session.may("read") && h("nav", { "aria-label": "Views" }, menu().map(([path, , label]) => h("a", {
       href: `#/${path}`, "aria-current": path === parent ? "page" : null }, label))),
     h("div", { class: "tools" },
-      h("span", { id: "pulse", role: "status", class: "pulse", title: "Whether the relay answers" }),
+      session.me && pulse(),
       h("button", { type: "button", class: "plain", title: "Light, dark, or as the system",
         onclick: () => { theme(THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]); top(); } },
         { auto: "◐", light: "○", dark: "●" }[theme()], h("span", { class: "wide" }, ` ${theme()}`)),
       session.me && h("button", { type: "button", class: "plain", title: "Keys (?)", onclick: keys }, "?"),
       session.me && h("button", { type: "button", class: "plain", onclick: signOut }, "Sign out")));
   document.querySelector("#top nav [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
-}
-
-export function pulse(error) {
-  const place = document.getElementById("pulse");
-  if (!place) return;
-  place.className = `pulse ${error ? "bad" : "good"}`;
-  place.textContent = error ? `${error.message}; trying again` : "live";
-  if (error?.status === 401) signOut("The token is not good any more.");
 }
 
 function signOut(text) {
@@ -93,24 +70,10 @@ function signOut(text) {
   signIn(typeof text === "string" ? text : "");
 }
 
-async function signIn(text = "") {
+function signIn(text = "") {
+  newView();
   top();
-  const input = h("input", { name: "token", type: "password", required: true, autocomplete: "off", spellcheck: "false",
-    placeholder: "obx_…", "aria-describedby": "how" });
-  const form = h("form", {
-    class: "door",
-    onsubmit: (event) => {
-      event.preventDefault();
-      session.token = input.value.trim();
-      begin();
-    },
-  }, h("h1", null, "Who is there?"), text && h("p", { class: "bad", role: "alert" }, text),
-    field("Token", input),
-    h("button", { type: "submit", class: "main" }, "Come in"),
-    h("p", { id: "how", class: "hint" }, "A token is made by ", h("code", null, "outbox token add me --scope read --scope operate"),
-      ". It stays in this tab, and is forgotten when the tab is closed."));
-  document.getElementById("main").replaceChildren(form);
-  input.focus();
+  door(begin, text);
 }
 
 async function begin() {
@@ -128,18 +91,27 @@ async function begin() {
   return route();
 }
 
+function nothing(place, title, text) {
+  show(place, h("h1", null, title), h("p", null, text ?? h("a", { href: link("overview") }, "To the overview")));
+}
+
 function route() {
   if (!session.me) return;
   const { place, rest, values } = here();
-  const found = PLACES.find(([path]) => path === place) ?? PLACES[0];
+  const instead = meant({ place, rest });
+  if (instead) return location.replace(instead);
+  const found = PLACES.find(([path]) => path === place);
   leave?.();
   leave = null;
   notice("");
+  newView();
   top();
-  const main = h("div", { class: `view ${found[0]}` });
+  const main = h("div", { class: `view ${place}` });
   document.getElementById("main").replaceChildren(main);
-  document.title = `${found[2] ?? rest[0] ?? "outbox"} – outbox`;
-  leave = found[1].view(main, rest, values) ?? null;
+  document.title = `${found?.[2] ?? rest[0] ?? "outbox"} – outbox`;
+  if (!found) nothing(main, "There is no such view.");
+  else if (!session.may("read")) nothing(main, "This token may not look at anything.", "It may only publish. Sign in with one that has the scope read.");
+  else leave = found[1].view(main, rest, values) ?? null;
 }
 
 async function keys() {
@@ -172,6 +144,7 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   document.getElementById("main").focus();
 });
+window.addEventListener("unauthenticated", () => signOut("The token is not good any more."));
 window.addEventListener("hashchange", () => { route(); scrollTo(0, 0); });
 theme();
 if (session.token) begin();

@@ -35,15 +35,36 @@ export function duration(seconds) {
 export function ago(at, now) {
   if (!at) return "never";
   const seconds = (now - Date.parse(at)) / 1000;
+  if (Math.abs(seconds) < 1) return "just now";
   return seconds >= 0 ? `${duration(seconds)} ago` : `in ${duration(-seconds)}`;
 }
 
-const clock = new Intl.DateTimeFormat(undefined, {
-  year: "numeric", month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit",
-});
+const two = (n) => String(n).padStart(2, "0");
 
+// The time of day: 13:09:58.
+export function clock(at) {
+  const t = new Date(at);
+  return [t.getHours(), t.getMinutes(), t.getSeconds()].map(two).join(":");
+}
+
+// 2026-11-22 13:09:58 +00:00, in the zone of whoever reads.
 export function time(at) {
-  return at ? clock.format(new Date(at)) : "–";
+  if (!at) return "–";
+  const t = new Date(at);
+  const east = -t.getTimezoneOffset();
+  const zone = `${east < 0 ? "-" : "+"}${two(Math.trunc(Math.abs(east) / 60))}:${two(Math.abs(east) % 60)}`;
+  return `${t.getFullYear()}-${two(t.getMonth() + 1)}-${two(t.getDate())} ${clock(t)} ${zone}`;
+}
+
+// What lasts until the end of all calendars lasts for ever.
+export const end = (at) => (!at || new Date(at).getUTCFullYear() >= 9999 ? "never" : time(at));
+
+export const capital = (text) => `${text.slice(0, 1).toUpperCase()}${text.slice(1)}`;
+
+// A text of the API's as a sentence of the page.
+export function sentence(text) {
+  const whole = capital(text);
+  return /[.!?…]$/.test(whole) ? whole : `${whole}.`;
 }
 
 export function bytes(n) {

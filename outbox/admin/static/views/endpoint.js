@@ -1,68 +1,78 @@
 // One endpoint: how it is, its lanes, and what can be done.
 
-import { get, name, post, session } from "../api.js";
+import { get, name, session } from "../api.js";
 import { h, show } from "../dom.js";
-import { lanes } from "../draw.js";
+import * as deeds from "../deeds.js";
+import { lanes } from "../lanes.js";
 import { live } from "../live.js";
-import { link, pulse } from "../main.js";
-import { act, ask, badge, button, code, facts, field, row, stateOf, table, why } from "../parts.js";
-import { ago, count, time } from "../say.js";
+import { answerLine, badge, button, code, facts, row, table, when } from "../parts.js";
+import { link } from "../places.js";
+import { capital, count, plural, time } from "../say.js";
 
-const LANES = ["Lane", "#Owed", "#Acknowledged", "#Attempts", "Next try", "Last answer", ""];
+const LANES = ["Lane", "#Owed", "#Done", "#Attempts", "Next try", "Last answer", "Blocked"];
 const HANDS = ["When", "What", "Relay", "Why"];
 const LANES_SHOWN = 64;
+const LETTERS_MAX = 1000;
 
-const saidShort = (answer) => answer && `${answer.status ?? answer.failure ?? ""} ${answer.detail ?? ""}`.trim();
+const isBlocked = (lane) => lane.blocked_seq !== null;
+const blockOf = (lane) => `${lane.name}/${lane.blocked_seq}`;
 
-async function pause(endpoint) {
-  const told = await ask(`Pause ${endpoint}?`, [h("p", null, "Nothing is sent until it is resumed; events go on being numbered and kept."), why()], { yes: "Pause" });
-  if (told) await act(() => post(`/v1/endpoints/${name(endpoint)}/pause`, { why: told.why || null }), `${endpoint} is paused.`);
-}
-
-async function rotate(endpoint) {
-  const told = await ask(`A new secret for ${endpoint}?`, [
-    h("p", null, "Deliveries are signed with both secrets until the old one ends."),
-    field("The old one goes on for", h("select", { name: "overlap" },
-      [["24h", "a day"], ["7d", "a week"], ["1h", "an hour"], ["0s", "not at all"]].map(([value, text]) => h("option", { value }, text)))),
-  ], { yes: "Make it" });
-  if (!told) return;
-  const made = await act(() => post(`/v1/endpoints/${name(endpoint)}/rotate-secret`, { overlap: told.overlap }), "A new secret was made.");
-  if (made) {
-    await ask(`The new secret of ${endpoint}`, [h("p", null, "It is shown this once. Give it to the receiver now."),
-      h("input", { readonly: true, value: made.secret, "aria-label": "Secret", onclick: (event) => event.target.select() })], { yes: "I have it", no: null });
+// Find the dead letters that lanes wait for, once each: a lane knows their numbers alone.
+async function find(endpoint, blocked, known, signal) {
+  const wanted = blocked.filter((lane) => !known.has(blockOf(lane)));
+  if (!wanted.length) return;
+  const { items } = await get("/v1/dead-letters", { endpoint, limit: LETTERS_MAX }, signal);
+  for (const lane of wanted) {
+    const letter = items.find((each) => each.lane === lane.name && each.sequence <= lane.blocked_seq && lane.blocked_seq <= each.to_sequence);
+    known.set(blockOf(lane), letter?.id ?? null);
   }
 }
 
-async function test(endpoint) {
-  const told = await act(() => post(`/v1/endpoints/${name(endpoint)}/test`), "");
-  if (told) await ask(`What ${endpoint} answered`, code(told), { yes: "Close", no: null });
+function blockedBy(endpoint, lane, known) {
+  if (!isBlocked(lane)) return "";
+  const id = known.get(blockOf(lane));
+  return id ? h("a", { href: link("letter", [String(id)]) }, `blocked by dead letter ${id}`)
+    : h("a", { href: link("dead", [], { endpoint }) }, `blocked by number ${lane.blocked_seq}`);
 }
 
-async function simple(endpoint, verb, done) {
-  await act(() => post(`/v1/endpoints/${name(endpoint)}/${verb}`, {}), done);
+function actions(endpoint, each, blocked) {
+  return h("div", { class: "actions" },
+    each.state === "paused" ? button("Resume", () => deeds.resume(endpoint, blocked), { kind: "main" })
+      : each.state === "active" ? button("Pause", () => deeds.pause(endpoint)) : null,
+    each.state === "active" && blocked.length ? button("Let blocked lanes go on", () => deeds.goOn(endpoint, blocked), { kind: "main" })
+      : each.state === "active" && each.health !== "healthy"
+        ? button("Try now", () => deeds.simple(endpoint, "resume", "It is tried at once, slowly at first."), { title: "Forget the breaker, and try at once" }) : null,
+    each.state === "disabled" ? button("Enable", () => deeds.simple(endpoint, "enable", `${endpoint} gets events again.`), { kind: "main" }) : null,
+    button("Send a test", () => deeds.test(endpoint)),
+    button("New secret", () => deeds.rotate(endpoint)),
+    h("a", { class: "button", href: link("dead", [], { endpoint }) }, "Dead letters"));
+}
+
+function hands(found) {
+  return h("section", null, h("h2", null, "Whose hands it went through"),
+    table(HANDS, found.map((hand) => row([when(hand.at), hand.claimed ? "taken" : "let go", hand.relay, hand.why ?? ""], HANDS)), "Nobody's yet."));
+}
+
+// A delivery's own time says nothing while its endpoint is not well, or its lane is blocked.
+function nextTry(each, lane) {
+  if (!lane.next_attempt_at || each.state !== "active" || each.health !== "healthy" || isBlocked(lane)) return "–";
+  return Date.parse(lane.next_attempt_at) <= session.now() ? "due" : when(lane.next_attempt_at);
 }
 
 export function view(place, [endpoint]) {
+  const known = new Map();
   show(place, h("h1", null, endpoint), h("p", { class: "empty" }, "Looking…"));
-  return live(async (signal) => {
+  return live(place, async (signal) => {
     const told = await get(`/v1/endpoints/${name(endpoint)}`, {}, signal);
     const { endpoint: each, settings, health } = told;
-    const state = stateOf(each);
-    const now = session.now();
+    const blocked = told.lanes.filter(isBlocked);
+    await find(endpoint, blocked, known, signal);
     const drawn = told.lanes.map((lane) => ({
-      owed: lane.last_seq - lane.acked_seq, failing: lane.attempts > 0, blocked: lane.blocked_seq !== null }));
-    const owing = told.lanes.filter((lane) => lane.last_seq > lane.acked_seq || lane.blocked_seq !== null).slice(0, LANES_SHOWN);
+      owed: lane.last_seq - lane.acked_seq, failing: lane.attempts > 0, blocked: isBlocked(lane) }));
+    const owing = told.lanes.filter((lane) => lane.last_seq > lane.acked_seq || isBlocked(lane)).slice(0, LANES_SHOWN);
     show(place,
-      h("h1", null, endpoint, " ", badge(state)),
-      h("div", { class: "actions" },
-        each.state === "paused" ? button("Resume", () => simple(endpoint, "resume", `${endpoint} goes on.`), { kind: "main" })
-          : each.state === "active" ? button("Pause", () => pause(endpoint)) : null,
-        each.state === "active" && state !== "healthy"
-          ? button("Try now", () => simple(endpoint, "resume", "It is tried at once, slowly at first."), { title: "Forget the breaker, and try at once" }) : null,
-        each.state === "disabled" ? button("Enable", () => simple(endpoint, "enable", `${endpoint} gets events again.`), { kind: "main" }) : null,
-        button("Send a test", () => test(endpoint)),
-        button("New secret", () => rotate(endpoint)),
-        h("a", { class: "button", href: link("dead", [], { endpoint }) }, "Dead letters")),
+      h("h1", null, endpoint, " ", badge(each.condition)),
+      actions(endpoint, each, blocked),
       facts([
         ["URL", h("span", { class: "url" }, each.url)],
         ["Types", each.types.join(", ")],
@@ -70,26 +80,26 @@ export function view(place, [endpoint]) {
         ["Tenant", each.all_tenants ? "all" : each.tenant ?? "none"],
         ["Owed", count(each.owed)],
         ["Dead letters", count(each.dead_letters)],
-        [`${state} since`, `${ago(each.state === "active" ? health.since : each.state_at, now)}${each.state_by && each.state !== "active" ? `, by ${each.state_by}` : ""}`],
+        each.state === "active" ? [capital(`${health.state} since`), when(health.since)]
+          : [capital(`${each.state} since`), h("span", null, when(each.state_at), each.state_by && `, by ${each.state_by}`)],
         each.state_why && ["Why", each.state_why],
-        health.held_until && Date.parse(health.held_until) > now && ["Held by Retry-After", `until ${time(health.held_until)}`],
-        health.last_answer && ["Last answer", saidShort(health.last_answer)],
+        health.held_until && Date.parse(health.held_until) > session.now() && ["Held by Retry-After", `until ${time(health.held_until)}`],
+        health.last_answer && ["Last answer", answerLine(health.last_answer)],
         ["Retry", typeof settings.retry === "string" ? settings.retry : JSON.stringify(settings.retry)],
         ["On a dead letter", settings.on_dead_letter === "block" ? "the lane waits for an operator" : "the lane goes on"],
         ["Secrets", told.secrets.map((s) => (s.expires_at ? `old one until ${time(s.expires_at)}` : `since ${time(s.created_at)}`)).join("; ")],
       ]),
       h("section", null,
         h("h2", null, "Lanes ", h("small", null, count(told.lanes.length))),
-        h("div", { class: "strip" }, lanes(endpoint, drawn.slice(0, 256), told.lanes.length)),
+        h("div", { class: "strip" }, lanes(endpoint, drawn.slice(0, 256), { all: told.lanes.length })),
         table(LANES, owing.map((lane) => row([
-          h("code", null, lane.name), count(lane.last_seq - lane.acked_seq), count(lane.acked_seq), count(lane.attempts),
-          !lane.next_attempt_at ? "–" : Date.parse(lane.next_attempt_at) <= now ? "due" : ago(lane.next_attempt_at, now), saidShort(lane.last_answer) ?? "–",
-          lane.blocked_seq !== null ? badge("blocked", `number ${lane.blocked_seq}`) : "",
-        ], LANES)), "No lane owes anything.")),
-      h("section", null, h("h2", null, "Whose hands it went through"),
-        table(HANDS, told.hands.map((hand) => row([
-          h("time", { datetime: hand.at, title: time(hand.at) }, ago(hand.at, now)), hand.claimed ? "taken" : "let go", hand.relay, hand.why ?? ""], HANDS)), "Nobody's yet.")),
+          h("code", null, lane.name), count(lane.last_seq - lane.acked_seq),
+          h("span", { title: "Acknowledged or given up" }, count(lane.acked_seq)),
+          lane.probes ? `${count(lane.attempts)}, ${plural(lane.probes, "of them a probe", "of them probes")}` : count(lane.attempts),
+          nextTry(each, lane), answerLine(lane.last_answer) ?? "–", blockedBy(endpoint, lane, known),
+        ], LANES, lane.name)), "No lane owes anything.")),
+      session.tenant === null ? hands(told.hands) : null,
       h("details", null, h("summary", null, "All settings"), code(settings)));
     document.title = `${endpoint} – outbox`;
-  }, pulse);
+  }, { missing: `There is no endpoint ${endpoint}.` });
 }

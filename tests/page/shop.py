@@ -1,0 +1,81 @@
+"""A relay at work, and somebody who looks at its page."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from tests.page.visitor import visiting
+from tests.support.api import ALL, make_token, serving
+from tests.support.relay import (
+    BUSY,
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from outbox.core.answer import Answer
+    from outbox.core.token import Scope
+    from tests.page.visitor import Visitor
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
+
+
+class Shop:
+    """A relay at work, and the page beside it."""
+
+    def __init__(self, database: Database, visitor: Visitor) -> None:
+        self.database = database
+        self.visitor = visitor
+        self.refuses = True
+
+    def answer(self, sent: Sent) -> Answer:
+        if sent.url.endswith("/sick"):
+            return BUSY
+        return REFUSED if self.refuses and sent.url.endswith("/strict") else OK
+
+    async def dead(self, state: str, number: int) -> None:
+        """Wait until there are so many dead letters of a state."""
+
+        async def there() -> bool:
+            sql = "SELECT count(*) FROM dead_letter WHERE state = $1"
+            found: int = await fetchval(self.database, sql, state)
+            return found == number
+
+        await until(there, 30, f"{number} dead letters that are {state}")
+
+
+@asynccontextmanager
+async def shop(
+    database: Database,
+    *,
+    tenant: str | None = None,
+    scopes: tuple[Scope, ...] = ALL,
+    phone: bool = False,
+    dark: bool = False,
+) -> AsyncIterator[Shop]:
+    """Three endpoints, a few events, and somebody who looks at them."""
+    await add_endpoint(database, "well", lanes=4)
+    await add_endpoint(database, "sick", lanes=2, retry=RETRY, types=["order.*"])
+    await add_endpoint(database, "strict", types=["order.*"])
+    await add_endpoint(database, "acme", tenant="acme")
+    secret = await make_token(database, "me", scopes, tenant=tenant)
+    async with serving(database) as api, visiting(api.url, phone=phone, dark=dark) as visitor:
+        here = Shop(database, visitor)
+        async with running(database, Network(here.answer)):
+            for n in range(3):
+                await publish(database, {"order": n}, type="order.paid", key=f"order-{n}")
+            await publish(database, {"order": 7}, type="order.paid", tenant="acme")
+            await here.dead("dead", 3)
+            await visitor.come_in(secret)
+            yield here
