@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
-pytestmark = [pytest.mark.one_major, pytest.mark.browser]
+pytestmark = [
+    pytest.mark.one_major,
+    pytest.mark.browser,
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 
 @asynccontextmanager

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
-pytestmark = [pytest.mark.one_major, pytest.mark.browser]
+pytestmark = [
+    pytest.mark.one_major,
+    pytest.mark.browser,
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 
 async def answer(page: Page, path: str, body: Any, status: int = 200) -> None:
