@@ -11,6 +11,8 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from outbox.core.answer import in_words
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
@@ -333,10 +335,8 @@ def _why_owed(delivery: Delivery, standing: Standing, now: datetime) -> Iterator
 
 
 def _failing(head: Head, now: datetime) -> str:
-    answer = head.last_answer or {}
-    said = answer.get("status") or answer.get("failure") or "no answer"
     tried = "1 attempt" if head.attempts == 1 else f"{head.attempts} attempts"
-    text = f"failed in {tried}, the last with {said}"
+    text = f"failed in {tried}, the last: {in_words(head.last_answer)}"
     if head.next_attempt_at is not None:
         left_s = (head.next_attempt_at - now).total_seconds()
         text += f"; the next is {f'in {_age(left_s)}' if left_s > 0 else 'due'}"

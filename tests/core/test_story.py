@@ -211,16 +211,16 @@ HEAD = STANDING.head
             },
             [
                 "waits behind 1 of its lane, the first is number 4, which failed in 3 attempts, "
-                "the last with 503; the next is in 30 s"
+                "the last: it answered 503; the next is in 30 s"
             ],
         ),
         (
             {
                 "head": replace(
-                    HEAD, attempts=1, next_attempt_at=NOW, last_answer={"failure": "dns"}
+                    HEAD, attempts=1, next_attempt_at=NOW, last_answer={"failure": "connect"}
                 )
             },
-            ["failed in 1 attempt, the last with dns; the next is due"],
+            ["failed in 1 attempt, the last: no connection; the next is due"],
         ),
     ],
 )
