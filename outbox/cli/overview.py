@@ -6,6 +6,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from outbox.cli.output import age, count
+from outbox.core.answer import in_words
 from outbox.core.condition import HEALTHY
 from outbox.core.health import PROBED, PROBING
 
@@ -130,8 +131,7 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
             f"{block.sequence}; {act}outbox endpoint resume {name}"
         )
     if (head := endpoint.failing) is not None:
-        answer = head.last_answer or {}
-        said = answer.get("status") or answer.get("failure") or "no answer"
+        said = in_words(head.last_answer)
         tried = count(head.attempts, "attempt")
         if head.probes:
             tried += f" ({count(head.probes, 'free probe')} among them)"

@@ -24,7 +24,7 @@ from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 Headers: TypeAlias = tuple[tuple[str, str], ...]
 
@@ -203,6 +203,29 @@ def summary(answer: Answer) -> dict[str, Any]:
         told["detail"] = answer.detail
     told["elapsed_ms"] = round(answer.elapsed_s * 1000, 1)
     return told | _content(answer, _SUMMARY_HEADERS, SUMMARY_BODY_CHARS_MAX)
+
+
+_WITHOUT = {
+    Failure.CONNECT: "no connection",
+    Failure.RESET: "the connection ended before an answer",
+    Failure.TIMEOUT: "no answer in time",
+    Failure.DNS: "its name has no address",
+    Failure.TLS: "no agreement on TLS",
+    Failure.EGRESS_REFUSED: "its address is not allowed",
+    Failure.PROTOCOL: "what came back is not HTTP",
+    Failure.INTERNAL: "a fault of the relay's",
+}
+
+
+def in_words(told: Mapping[str, Any] | None) -> str:
+    """What an attempt came to, of its summary: "it answered 503", or why nothing did."""
+    told = told or {}
+    if (status := told.get("status")) is not None:
+        return f"it answered {status}"
+    if detail := told.get("detail"):
+        return str(detail)
+    failure = told.get("failure")
+    return _WITHOUT[Failure(failure)] if failure in set(Failure) else "no answer"
 
 
 def receipt(answer: Answer) -> dict[str, Any] | None:

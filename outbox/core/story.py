@@ -11,6 +11,7 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from outbox.core.answer import in_words
 from outbox.core.health import PROBED, PROBING
 
 if TYPE_CHECKING:
@@ -340,12 +341,10 @@ def _why_owed(delivery: Delivery, standing: Standing, now: datetime) -> Iterator
 
 def _failing(standing: Standing, now: datetime) -> str:
     head = standing.head
-    answer = head.last_answer or {}
-    said = answer.get("status") or answer.get("failure") or "no answer"
     tried = "1 attempt" if head.attempts == 1 else f"{head.attempts} attempts"
     if head.probes:
         tried += f" ({head.probes} of them free probes)"
-    text = f"failed in {tried}, the last with {said}"
+    text = f"failed in {tried}, the last: {in_words(head.last_answer)}"
     if head.next_attempt_at is None or not _by_schedule(standing):
         return text
     left_s = (head.next_attempt_at - now).total_seconds()

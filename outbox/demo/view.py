@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from outbox.core.answer import in_words
 from outbox.store import endpoints
 
 if TYPE_CHECKING:
@@ -104,11 +105,10 @@ def _head(one: Shown) -> RenderableType:
     lane = one.lane
     if not lane.attempts or lane.next_attempt_at is None or one.waiting == 0:
         return Text("")
-    answer = lane.last_answer or {}
-    said = answer.get("status") or answer.get("failure") or "no answer"
     left_s = max(lane.next_attempt_at.timestamp() - time.time(), 0.0)
     return Text(
-        f"{said}, again in {left_s:.1f} s (number {lane.acked_seq + 1}, attempt {lane.attempts})",
+        f"{in_words(lane.last_answer)}, again in {left_s:.1f} s "
+        f"(number {lane.acked_seq + 1}, attempt {lane.attempts})",
         "yellow",
     )
 

@@ -15,6 +15,7 @@ a handshake.
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -228,6 +229,12 @@ def _headers(message: RawResponseMessage) -> Headers:
     return tuple(kept)
 
 
+def _why(error: OSError) -> str:
+    """What the system says, without what asyncio puts in its place."""
+    said = os.strerror(error.errno) if error.errno else str(error)
+    return said[:1].lower() + said[1:]
+
+
 def _explain(error: Exception, request: Request) -> tuple[Failure, str]:
     """Why there is no answer, or no more of it, in one line."""
     match error:
@@ -244,7 +251,7 @@ def _explain(error: Exception, request: Request) -> tuple[Failure, str]:
         case aiohttp.ClientConnectorError() if isinstance(error.os_error, EgressRefused):
             return Failure.EGRESS_REFUSED, error.os_error.reason
         case aiohttp.ClientConnectorError():
-            return Failure.CONNECT, str(error.os_error.strerror or error.os_error)
+            return Failure.CONNECT, f"{_why(error.os_error)} at {error.host}:{error.port}"
         case aiohttp.ClientOSError() if isinstance(error.__cause__, ssl.SSLError):
             # In TLS 1.3 a refused handshake shows at the first read.
             return Failure.TLS, str(error.__cause__)

@@ -246,3 +246,18 @@ def test_texts_are_complete(tmp_path: Path) -> None:
         "Of the replicas that were seen in the last day (2) none leads",
     ):
         assert told in said, said
+
+
+def test_what_to_do_about_what_was_given_up_unsent_fits_why_it_was() -> None:
+    """Only a disabled endpoint can be enabled; one with a long backlog is active."""
+    rule = ALERTS["OutboxDeliveriesGivenUpUnsent", "critical"]
+    before, disabled, rest = re.split(
+        r'{{ if eq \$labels.outcome "disabled" }}(.*?){{ else }}', rule["annotations"]["runbook"]
+    )
+    assert "endpoint enable" in disabled
+    assert "endpoint enable" not in before + rest
+
+
+def test_a_blocked_lane_needs_one_decision_and_not_two() -> None:
+    rule = ALERTS["OutboxLanesBlocked", "warning"]
+    assert ", or `outbox endpoint resume" in rule["annotations"]["runbook"]

@@ -593,16 +593,18 @@ def test_status(here: Command, database: Database) -> None:
     )
     text = here("status").out
     assert "1 alive" in text
-    assert "number 1: timeout, 3 attempts\n" in text, "nobody owns it"
+    assert "number 1: no answer in time, 3 attempts\n" in text, "nobody owns it"
     execute(
         database,
         "UPDATE ownership SET replica_id = (SELECT id FROM replica) RETURNING endpoint_id",
     )
-    assert re.search(r"number 1: timeout, 3 attempts, next at \d\d:\d\d:\d\d", here("status").out)
+    assert re.search(
+        r"number 1: no answer in time, 3 attempts, next at \d\d:\d\d:\d\d", here("status").out
+    )
     sql = "UPDATE lane_progress SET attempts = 59; UPDATE endpoint_health SET state = 'failing'"
     execute(database, sql)
     text = here("status").out
-    assert "number 1: timeout, 59 attempts (56 free probes among them)\n" in text
+    assert "number 1: no answer in time, 59 attempts (56 free probes among them)\n" in text
     assert "its lanes are tried in turn, the next within 60 s of the last answer" in text
     shown = here("endpoint", "show", "a").out
     assert re.search(r"59 \(56 probes\) +-", shown), "it is not its own time that decides"

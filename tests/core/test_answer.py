@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from typing import Any
 
 import orjson
 import pytest
@@ -20,6 +21,7 @@ from outbox.core.answer import (
     Failure,
     Verdict,
     classify,
+    in_words,
     one_line,
     receipt,
     retry_after_s,
@@ -235,3 +237,23 @@ def test_one_line_is_one_line(text: str) -> None:
     line.encode()
     assert len(line) <= DETAIL_CHARS_MAX
     assert line.splitlines() in ([], [line])
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"status": 503, "detail": "cut short"}, "it answered 503"),
+        ({"failure": "connect", "detail": "refused at a:1"}, "refused at a:1"),
+        ({"failure": "dns"}, "its name has no address"),
+        ({"failure": "of another version"}, "no answer"),
+        ({}, "no answer"),
+        (None, "no answer"),
+    ],
+)
+def test_what_an_attempt_came_to_in_words(told: Any, says: str) -> None:
+    assert in_words(told) == says
+
+
+@pytest.mark.parametrize("failure", Failure)
+def test_without_an_answer_nothing_is_said_to_have_answered(failure: Failure) -> None:
+    assert "answered" not in in_words({"failure": failure.value})

@@ -224,16 +224,16 @@ HEAD = STANDING.head
             },
             [
                 "waits behind 1 of its lane, the first is number 4, which failed in 3 attempts, "
-                "the last with 503; the next is in 30 s"
+                "the last: it answered 503; the next is in 30 s"
             ],
         ),
         (
             {
                 "head": replace(
-                    HEAD, attempts=1, next_attempt_at=NOW, last_answer={"failure": "dns"}
+                    HEAD, attempts=1, next_attempt_at=NOW, last_answer={"failure": "connect"}
                 )
             },
-            ["failed in 1 attempt, the last with dns; the next is due"],
+            ["failed in 1 attempt, the last: no connection; the next is due"],
         ),
         (
             {
@@ -248,7 +248,7 @@ HEAD = STANDING.head
             },
             [
                 f"waits: its endpoint is failing since 2 d; {PROBING}",
-                "failed in 59 attempts (55 of them free probes), the last with 503",
+                "failed in 59 attempts (55 of them free probes), the last: it answered 503",
             ],
         ),
         (
@@ -258,7 +258,7 @@ HEAD = STANDING.head
             },
             [
                 "waits: its endpoint is paused since 2 d; outbox endpoint resume 'bill ing'",
-                "failed in 1 attempt, the last with 503",
+                "failed in 1 attempt, the last: it answered 503",
             ],
         ),
     ],

@@ -132,7 +132,7 @@ SUCCESSFUL: dict[str, Script] = {"endless": endless}
 
 LATE = "within 0.3 s"
 LOGGED = {
-    "refuses": "Connect call failed",
+    "refuses": "onnection refused at ",
     "hangs": LATE,
     "drips": LATE,
     "resets": "reset",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.answer import Answer
+from outbox.relay.relay import NOT_WORKING
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE
 from outbox.telemetry.snapshot import Buckets
@@ -217,6 +218,8 @@ async def test_a_relay_is_ready_while_it_reaches_the_database(database: Database
         await until(lambda: worker.condition().ready, 10, "it to be ready")
         lines.cut()
         await until(lambda: not worker.condition().ready, 10, "it to notice")
+        # Anybody may ask; the reason has the server's address in it.
+        assert worker.condition().to_anybody == NOT_WORKING
         assert (await worker.snapshot(0.0)).series[catalogue.BACKLOG] == {}
         lines.heal()
         await until(lambda: worker.condition().ready, 10, "it to be ready again")

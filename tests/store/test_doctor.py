@@ -371,6 +371,12 @@ async def test_endpoints_whose_receivers_fail(database: Database, db: Connection
     assert failing.says == 'endpoint "failing" fails since 10 min (it answered 503)'
     assert "outbox endpoint pause failing" in str(failing.do)
     assert "refuses whatever it is sent" in refusing.says
+    await db.execute(
+        """UPDATE endpoint_health SET last_answer = '{"failure": "connect"}'
+            WHERE state = 'failing'"""
+    )
+    failing, _ = sorted(await told(db, "health"), key=lambda f: f.says)
+    assert failing.says == 'endpoint "failing" fails since 10 min (no connection)'
     await db.execute("UPDATE endpoint_health SET held_until = now() + interval '1 h'")
     assert len(await told(db, "health")) == 4
     await db.execute("UPDATE endpoint SET state = 'paused'")

@@ -273,7 +273,7 @@ async def test_behind_a_delivery_that_fails(database: Database, db: Connection[A
         assert the(first).fate == "owed"
         (why,) = first.diagnosis
         assert why.startswith(
-            f"shop: number 1 of lane {lane} failed in 1 attempt, the last with 503; "
+            f"shop: number 1 of lane {lane} failed in 1 attempt, the last: it answered 503; "
         )
         assert "the next is in" in why
         (why,) = third.diagnosis

@@ -331,7 +331,7 @@ class TransportConformance:
             port = bound.getsockname()[1]
             answer = await transport.send(to(f"http://127.0.0.1:{port}/"))
         assert (answer.status, answer.failure) == (None, Failure.CONNECT)
-        assert answer.detail
+        assert answer.detail == f"connection refused at 127.0.0.1:{port}"
 
     @pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 20", b"HTTP/1.1 200 OK\r\nContent-Le"])
     @pytest.mark.parametrize("end", ["close", "reset"])
