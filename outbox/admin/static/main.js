@@ -135,8 +135,11 @@ document.addEventListener("keydown", (event) => {
   else if (key === "?") keys();
   else if (key === "/") {
     event.preventDefault();
-    if (here().place !== "events") location.hash = "#/events";
-    setTimeout(() => document.querySelector(".find input")?.focus());
+    const search = () => document.querySelector(".find input");
+    // At once where it is there: what is typed next belongs to it.
+    if (here().place === "events" && search()) return void search().focus();
+    location.hash = "#/events";
+    setTimeout(() => search()?.focus());
   }
 });
 
