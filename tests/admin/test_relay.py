@@ -41,7 +41,7 @@ async def test_a_relay_serves_it_until_it_ends(database: Database, tmp_path: Pat
     log = tmp_path / "relay.log"
     async with aiohttp.ClientSession() as session, relay_process(env, log) as relay:
         api = Api(session, f"http://127.0.0.1:{port}", secret)
-        await until(lambda: "replica registered" in log.read_text(), 20, "the relay")
+        await until(lambda: "replica registered" in log.read_text(), 60, "the relay")
         (replica,) = (await api.get("/v1/replicas")).json["items"]
         assert replica["alive"]
         assert await relay.end() == 0

@@ -142,6 +142,8 @@ async def test_nothing_is_sent_between_waking_up_and_a_lease_of_its_own(
     task = asyncio.create_task(worker.run())
     for n in range(40):
         await publish(database, n, key=f"k{n % 10}")
+    numbered = "SELECT count(*) = 40 FROM delivery"
+    await until(lambda: fetchval(database, numbered), 10, "all to have their numbers")
     lanes = int(await fetchval(database, "SELECT count(DISTINCT lane_id) FROM delivery"))
     await until(lambda: len(network.sent) == lanes, 10, "a request in every lane")
     held, answers = answers, None

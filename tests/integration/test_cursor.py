@@ -80,7 +80,9 @@ CUT = Workload({"spread": 1, "time_out": 6}, producers=3, replicas=1, events_max
 # Transactions that wait for each other's row, and for longer than a gap is young.
 COUNTED = Workload({"counted": 6, "counted_slowly": 4, "exception": 1})
 # What one replica has read, another writes in the meantime.
-RIVALS = Workload({"autocommit": 1}, replicas=3, dawdle={"write": 0.5}, dawdle_s=0.05)
+RIVALS = Workload(
+    {"autocommit": 1}, replicas=3, dawdle={"write": 0.5}, dawdle_s=0.3, take_chance=0.3
+)
 LEFT_OUT = Workload(
     {"counted": 5, "counted_slowly": 5},
     replicas=1,

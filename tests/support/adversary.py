@@ -30,6 +30,7 @@ class Workload:
         dawdle: which share of which of a replica's statements comes late,
         dawdle_s: and how late at most (seconds).
         hasty_share: for how many of a replica's lives gaps become old sooner.
+        take_chance: of taking the lead from another replica, with each turn that might.
     """
 
     kinds: Mapping[str, int]
@@ -41,6 +42,7 @@ class Workload:
     )
     dawdle_s: float = 0.004
     hasty_share: float = 0.5
+    take_chance: float = 0.02
 
 
 EVERYTHING = Workload(EVERY_KIND)
@@ -70,6 +72,7 @@ class Run:
                 dawdle=workload.dawdle,
                 dawdle_s=workload.dawdle_s,
                 hasty_share=workload.hasty_share,
+                take_chance=workload.take_chance,
             )
             for _ in range(workload.replicas)
         ]

@@ -96,7 +96,7 @@ class Load:
         if connection is not None:
             await connection.close(timeout=5)
 
-    async def arrives(self, more: int = 30, timeout_s: float = 30) -> None:
+    async def arrives(self, more: int = 30, timeout_s: float = 60) -> None:
         """Wait until so many events arrived that were published from now on."""
         async with self.database.connection() as connection:
             last_id = await connection.fetchval("SELECT coalesce(max(id), 0) FROM relay.outbox")
@@ -108,7 +108,7 @@ class Load:
 
             await until(count, timeout_s, f"{more} fresh events to arrive")
 
-    async def check(self, timeout_s: float = 30) -> None:
+    async def check(self, timeout_s: float = 60) -> None:
         """Everything ended, nothing was lost, turned around or written twice."""
         await all_ended(self.database, timeout_s)
         async with self.database.connection() as connection:

@@ -186,7 +186,7 @@ async def fetchval(database: Database, sql: str, *arguments: Any) -> Any:
         return await connection.fetchval(sql, *arguments)
 
 
-async def all_ended(database: Database, timeout_s: float = 20) -> None:
+async def all_ended(database: Database, timeout_s: float = 60) -> None:
     """Wait until every event is sequenced and every delivery has ended."""
     sql = """
         SELECT (SELECT coalesce(max(id), 0) FROM outbox)

@@ -253,8 +253,6 @@ class Replica:
     restart_chance = 0.01
     forget_chance = 0.01
     lose_chance = 0.005
-    take_chance = 0.02
-    """Of taking the lead from another replica, with each turn that it might take."""
 
     def __init__(
         self,
@@ -266,6 +264,7 @@ class Replica:
         dawdle: Mapping[str, float],
         dawdle_s: float,
         hasty_share: float,
+        take_chance: float,
     ) -> None:
         self._database = database
         self._rng = rng
@@ -273,6 +272,7 @@ class Replica:
         self._variant = variant
         # In some lives, gaps become old after a twentieth of a second.
         self._hasty_share = hasty_share
+        self._take_chance = take_chance
         self._hasty = replace(variant, tracker=on_clock(variant.tracker, lambda now: 19 * now))
         # Nothing else may go wrong, or a wrong state would be mended by a new life.
         self._survives = LOST
@@ -304,7 +304,7 @@ class Replica:
         if self._sequencer is None or self._rng.random() < self.restart_chance:
             self.close()
             self._sequencer = await self._begin_life()
-        if not self._sequencer.cursor.leads and self._rng.random() >= self.take_chance:
+        if not self._sequencer.cursor.leads and self._rng.random() >= self._take_chance:
             return Turn.IDLE
         if self._rng.random() < self.forget_chance:
             self._sequencer.cursor.forget()
