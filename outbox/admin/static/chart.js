@@ -1,7 +1,7 @@
 // What moves, over the last ten minutes.
 
 import { h, svg } from "./dom.js";
-import { rate } from "./say.js";
+import { rate, tick } from "./say.js";
 
 export const WINDOW_MS = 600000;
 // Looks are two seconds apart; where more than three of them are missing, nobody knows.
@@ -55,7 +55,7 @@ export function chart(title, samples, series, { now, say = rate }) {
   const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / max);
   const grid = [0, max / 2, max].map((value) => [
     svg("line", { class: "grid", x1: LEFT, x2: wide - RIGHT, y1: y(value), y2: y(value) }),
-    svg("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, rate(value)),
+    svg("text", { class: "tick", x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, tick(value)),
   ]);
   const ticks = [[1, "start", "10 min ago"], [0.5, "middle", "5 min ago"], [0, "end", "now"]].map(([share, anchor, text]) => svg("text", {
     class: "tick", x: x(now - share * WINDOW_MS), y: HEIGHT - 4, "text-anchor": anchor }, text));

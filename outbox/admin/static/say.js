@@ -13,6 +13,11 @@ export function rate(n) {
   return n > 0 && n < 10 ? n.toFixed(1) : count(n);
 }
 
+// Beside an axis there is little room.
+export function tick(n) {
+  return Math.abs(n) < 10000 ? rate(n) : short.format(n);
+}
+
 const UNITS = [["d", 86400], ["h", 3600], ["min", 60], ["s", 1]];
 
 export function duration(seconds) {
