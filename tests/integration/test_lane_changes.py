@@ -57,9 +57,11 @@ async def test_every_key_keeps_its_order_over_changes_and_kills(
 
     async def work(lanes: int) -> None:
         nonlocal n
+        accepted = len(network.accepted)
         for _ in range(60):
             n += 1
             await publish(database, n, key=rng.choice("abcdefghij"))
+        await until(lambda: len(network.accepted) > accepted, 20, "a delivery by these lanes")
         await set_lanes(database, lanes)
 
     async with killed_at_the_end(database, network):

@@ -215,7 +215,17 @@ def remove(db: Database, tx: Transaction, name: str) -> str:
 @answers(schedules.GET)
 def get(db: Database, tx: Transaction, name: str) -> list[Row]:
     row = _by_name(db, tx, name)
-    return [] if row is None else [{**row, "now": db.clock_timestamp()}]
+    if row is None:
+        return []
+    now = db.clock_timestamp()
+    waits = (
+        row["state"] == "active"
+        and row["overlap"] == "wait"
+        and row["last_outbox_id"] is not None
+        and row["next_at"] <= now
+        and row["look_at"] > row["next_at"]
+    )
+    return [{**row, "now": now, "waits": waits}]
 
 
 @answers(schedules.READ_NAMES)
