@@ -236,6 +236,13 @@ async def test_who_may_only_look_is_shown_no_buttons(database: Database) -> None
         await expect(visitor.main.get_by_role("button")).to_have_count(0)
 
 
+CLOSE_AND_PRESS = """(keys) => {
+    document.getElementById("dialog").close();
+    for (const key of keys)
+        document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+}"""
+
+
 async def test_keys_go_everywhere_and_the_focus_stays(database: Database) -> None:
     async with shop(database) as here:
         page = here.visitor.page
@@ -244,10 +251,8 @@ async def test_keys_go_everywhere_and_the_focus_stays(database: Database) -> Non
         await here.visitor.sees(page.get_by_role("heading", name="Endpoints"))
         await page.keyboard.press("?")
         await here.visitor.sees(here.visitor.dialog.get_by_role("heading", name="Keys"))
-        await page.keyboard.press("Escape")
-        await expect(here.visitor.dialog).to_have_count(0, timeout=30_000)
-        await page.keyboard.press("g")
-        await page.keyboard.press("o")
+        # Before the browser has shown that it is closed, too.
+        await page.evaluate(CLOSE_AND_PRESS, ["g", "o"])
         link = page.locator(".lanelist a").first
         await here.visitor.sees(link)
         await link.focus()

@@ -124,7 +124,9 @@ async function keys() {
 let prefix = false;
 
 document.addEventListener("keydown", (event) => {
-  const typing = event.target.closest?.("input, textarea, select, dialog");
+  const { target } = event;
+  // Until the next frame the focus is still in a dialog that has just been closed.
+  const typing = target.closest?.("dialog")?.open ?? target.matches?.("input, textarea, select");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || !session.me) return;
   const { key } = event;
   if (prefix) {
