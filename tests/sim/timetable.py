@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LATE_S = 3.0
 """In calm times a tick is published so long after its time, and two looks later."""
+WAIT_S = 30.0
+"""A run that the next one waits for is looked at again after so long, at the latest."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +197,20 @@ class Timetable:
     # --------------------------------------------------------------- at rest
 
     def behind(self) -> list[str]:
-        """Schedules and future events that are overdue."""
+        """Schedules and future events that are overdue.
+
+        A schedule that waited for its last run when the clock went back is looked at when
+        it is that time again, and so are the ticks behind those that had been published.
+        """
         limit = self._db.wall() - self._late_s
+        latest_look = self._decided_at + WAIT_S + LATE_S
         rows = [r for r in self._db.schedule.rows.values() if r["state"] == "active"]
-        late = [r["name"] for r in rows if r["next_at"].timestamp() <= limit]
+        late = [
+            r["name"]
+            for r in rows
+            if r["next_at"].timestamp() <= limit
+            and (r["look_at"].timestamp() <= limit or r["look_at"].timestamp() > latest_look)
+        ]
         future = self._db.future_event.rows.values()
         return late + [f"future {r['id']}" for r in future if r["deliver_at"].timestamp() <= limit]
 
