@@ -14,6 +14,7 @@ import asyncpg
 
 from outbox.admin.problem import unavailable
 from outbox.store.connect import TROUBLE, connect
+from outbox.store.known_types import KnowingConnection
 from outbox.store.migrate import require_current
 from outbox.store.pooled import PooledWorker
 
@@ -155,7 +156,7 @@ class Database:
             # Not the DSN's name: whoever looks at the server's sessions tells them apart by it.
             server_settings={**SESSION_SETTINGS, "application_name": APPLICATION_NAME},
             pooled=pooled,
-            connection_class=PooledWorker if pooled else asyncpg.Connection,
+            connection_class=PooledWorker if pooled else KnowingConnection,
         )
         try:
             await require_current(connection, self.schema)

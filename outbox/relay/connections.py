@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import DatabaseUnavailable
 from outbox.store.backends import Worker, working
-from outbox.store.connect import connect, learn_types
+from outbox.store.connect import connect
+from outbox.store.known_types import learn_types
 from outbox.store.pooled import PooledWorker, check_settings
 from outbox.store.replicas import listener_name
 

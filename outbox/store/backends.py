@@ -13,7 +13,7 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import asyncpg
+from outbox.store.known_types import KnowingConnection
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -35,7 +35,7 @@ SELECT pid FROM pg_stat_activity
 """  # noqa: S608 (a constant only)
 
 
-class Worker(asyncpg.Connection):  # type: ignore[misc]
+class Worker(KnowingConnection):
     """A connection that tells since when it has been waiting for an answer."""
 
     __slots__ = ("_asked_at", "questions")

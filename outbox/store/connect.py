@@ -11,6 +11,7 @@ import asyncpg
 
 from outbox.core.names import search_path
 from outbox.errors import CannotRun, DatabaseUnavailable, OutboxError, UsageError
+from outbox.store.known_types import KnowingConnection
 from outbox.store.schema import schema_missing
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ async def connect(
     application_name: str = "outbox",
     server_settings: Mapping[str, str] | None = None,
     pooled: bool = False,
-    connection_class: type[Connection[Any]] = asyncpg.Connection,
+    connection_class: type[Connection[Any]] = KnowingConnection,
 ) -> Connection[Any]:
     """Open a connection whose search path is the schema alone.
 
@@ -115,20 +116,6 @@ async def connect(
         connection.terminate()
         raise
     return connection
-
-
-# asyncpg asks the server about a type when it first meets it, on each connection,
-# and takes some 20 ms for that.
-LEARN_TYPES = """
-SELECT $1::bigint[], $2::integer[], $3::real[], $4::double precision[], $5::boolean[],
-       $6::text[], $7::timestamptz[], $8::jsonb[], $9::uuid[], $10::int8multirange
-"""
-
-
-async def learn_types(connection: Connection[Any]) -> None:
-    """Meet every type of ours before there is something to deliver."""
-    # Not prepared: behind a proxy its name would stay with somebody else's session.
-    await connection.fetchrow(LEARN_TYPES, *[None] * 10)
 
 
 async def _connect_first(

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from asyncpg import Range
 
-from outbox.store import backfill, changes, discards, jobs, replaying, replays, routing, selection
+from outbox.store import (
+    backfill,
+    changes,
+    dead,
+    discards,
+    jobs,
+    replaying,
+    replays,
+    routing,
+    selection,
+)
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers
 
@@ -390,6 +400,13 @@ def lock_dead(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps:
         state = {"endpoint_state": e["state"], "endpoint": e["name"], "is_erased": False}
         found.append({**new, **state})
     return found
+
+
+@answers(dead.GET_REPLAYS)
+def get_replays(_db: Database, _tx: Transaction, _dead_id: int) -> list[dict[str, Any]]:
+    # Here only the words of a refusal depend on it.
+    place = dict.fromkeys(("endpoint_id", "generation", "slot", "seq", "again"))
+    return [{**place, "asked_at": None, "taken": 0, "is_range": False, "state": "replaying"}]
 
 
 @answers(replays.ASK_REPLAY)
