@@ -164,6 +164,12 @@ async def test_an_event_is_found_and_its_life_is_drawn(database: Database) -> No
         await visitor.sees("Nothing is known of nobody-knows-me.")
 
 
+NO_NEXT_LOOK = """() => {
+    const wait = setTimeout;
+    window.setTimeout = (done, ms = 0) => ms < 1000 ? wait(done, ms) : 0;
+}"""
+
+
 async def test_schedules_are_paused_run_and_removed(database: Database) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         settings = ScheduleSettings(name="nightly", cron="0 3 * * *", type="report.nightly")
@@ -172,6 +178,8 @@ async def test_schedules_are_paused_run_and_removed(database: Database) -> None:
         visitor, page = here.visitor, here.visitor.page
         await visitor.goes_to("schedules")
         await visitor.sees("0 3 * * *")
+        # What was done is seen without waiting for the next look.
+        await page.evaluate(NO_NEXT_LOOK)
         await visitor.presses("Run now")
         await visitor.presses("Run", inside=visitor.dialog)
         await visitor.sees("nightly was published.")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 
 from outbox.embedded import EmbeddedPostgres
+from outbox.store.known_types import KnowingConnection
 from outbox.store.migrate import migrate
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ _PREPARED = "SELECT quote_literal(gid) AS gid FROM pg_prepared_xacts WHERE datab
 _numbers = itertools.count(1)
 
 
+async def _connect(dsn: str, **options: Any) -> asyncpg.Connection:
+    return await asyncpg.connect(dsn, **{"connection_class": KnowingConnection, **options})
+
+
 class Database:
     """One database, and the connections that a test made to it."""
 
@@ -62,14 +67,14 @@ class Database:
 
     async def connect(self, **options: Any) -> asyncpg.Connection:
         """A new connection (asyncpg's options); the test need not close it."""
-        connection = await asyncpg.connect(self.dsn, **options)
+        connection = await _connect(self.dsn, **options)
         self._connections.append(connection)
         return connection
 
     @asynccontextmanager
     async def connection(self, **options: Any) -> AsyncIterator[asyncpg.Connection]:
         """A connection for the length of a block."""
-        connection = await asyncpg.connect(self.dsn, **options)
+        connection = await _connect(self.dsn, **options)
         try:
             yield connection
         finally:
@@ -106,7 +111,7 @@ class Database:
                 connection.terminate()
             else:
                 return connection
-        connection = await asyncpg.connect(self.dsn, server_settings={"search_path": SCHEMA})
+        connection = await _connect(self.dsn, server_settings={"search_path": SCHEMA})
         if self._is_at_home():
             self._connections.append(connection)
         return connection
@@ -182,7 +187,7 @@ class Server:
 
     @asynccontextmanager
     async def _connection(self, name: str = "postgres") -> AsyncIterator[asyncpg.Connection]:
-        connection = await asyncpg.connect(self.embedded.dsn(name))
+        connection = await _connect(self.embedded.dsn(name))
         try:
             yield connection
         finally:

@@ -27,6 +27,7 @@ export function live(place, look, { every = EVERY_MS, missing } = {}) {
   const ended = new AbortController();
   let timer = 0;
   let busy = false;
+  let again = false;
   let failures = 0;
 
   async function turn() {
@@ -53,9 +54,17 @@ export function live(place, look, { every = EVERY_MS, missing } = {}) {
     } finally {
       busy = false;
     }
-    timer = setTimeout(turn, wait);
+    timer = setTimeout(turn, again ? 0 : wait);
+    again = false;
   }
 
+  // A look that is under way may not see what was done meanwhile.
+  function acted() {
+    if (busy) again = true;
+    else turn();
+  }
+
+  addEventListener("acted", acted, { signal: ended.signal });
   // Whoever comes back to the tab, or to the network, does not wait.
   document.addEventListener("visibilitychange", turn, { signal: ended.signal });
   addEventListener("online", turn, { signal: ended.signal });

@@ -54,6 +54,8 @@ export async function act(doing, done) {
   } catch (error) {
     notice(sentence(error.message), "bad");
     return undefined;
+  } finally {
+    dispatchEvent(new Event("acted"));
   }
 }
 
