@@ -40,10 +40,10 @@ CHECKS = (
     ("ruff format", "--check", "--quiet", "."),
     ("mypy",),
     ("lint-imports",),
-    ("python -m tests.sim", "--seeds", "200"),
-    # Three at a time even on two cores: tests wait a good part of their time.  What the
+    ("python -m tests.sim", "--seeds", "100"),
+    # Four at a time even on two cores: tests wait a good part of their time.  What the
     # simulation says was asked just now, of more seeds.
-    ("pytest", "-n", "3", "--sim-seeds", "2"),
+    ("pytest", "-n", "4", "--sim-seeds", "2"),
 )
 
 OK, FAILED, USAGE, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 3, 130

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
+pytestmark = pytest.mark.costly
+
 LEASE_S = 5.0
 HOUR_S = 3600.0
 LONG_RETRY = {"base_s": 3 * HOUR_S, "cap_s": 3 * HOUR_S, "jitter": "none"}

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.costly
+
 INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.any', '{}') RETURNING id"
 HIGHEST = "SELECT max(high) FROM relay.batch"
 

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
+pytestmark = pytest.mark.costly
+
 NOT_FOUND = Answer.of(404, 0.001, body=b"deploying")
 GONE = Answer.of(410, 0.001)
 PATIENT = {"base_s": 60.0, "cap_s": 60.0, "jitter": "none", "attempts_max": 3}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import pytest
+
 from outbox.core.answer import Answer
 from outbox.core.signature import SignatureMismatch, parse_secret, verify
 from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
@@ -13,6 +15,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
+
+pytestmark = pytest.mark.costly
 
 
 async def test_method_headers_and_time_outs_are_the_endpoints(database: Database) -> None:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
+pytestmark = pytest.mark.costly
+
 SESSION = {"server_settings": {"search_path": "relay"}}
 SECRET = "4711-secret"
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)

@@ -22,6 +22,8 @@ from tests.support.relay import (
 if TYPE_CHECKING:
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.costly
+
 PAYLOADS = [
     {"total": 50},
     {"total": 150},

@@ -6,6 +6,8 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
+
 from outbox.core.answer import Answer
 from outbox.store import endpoint_changes, endpoint_states
 from tests.support.relay import (
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
     from tests.support.relay import Sent
+
+pytestmark = pytest.mark.costly
 
 
 async def set_lanes(database: Database, lanes: int) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from outbox.relay.sequencer import Sequencer
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.costly
+
 INSERT = "INSERT INTO relay.outbox (type, payload) VALUES ('app.any', '{}') RETURNING id"
 FLAG = "SELECT last_value FROM relay.wakeup"
 LEADER = "SELECT writer FROM relay.cursor"

@@ -6,6 +6,8 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
+import pytest
+
 from outbox.core import news
 from outbox.core.ownership import preferred
 from outbox.relay.bell import Bell
@@ -24,9 +26,9 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    import pytest
-
     from tests.support.postgres import Database
+
+pytestmark = pytest.mark.costly
 
 LEASE_S = 60.0
 """They look by themselves each fifth of it: too late for these tests."""

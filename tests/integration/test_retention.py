@@ -16,6 +16,7 @@ import pytest
 
 from outbox.core.periods import WIDTH, Keep
 from outbox.errors import UsageError
+from outbox.relay import recorder
 from outbox.store import backfill, endpoint_states, jobs, replays, retention, trace
 from outbox.store.backfill import Backfill
 from outbox.store.cursor import CursorStore
@@ -84,6 +85,12 @@ class Keeper:
 @pytest.fixture
 async def keeper(database: Database) -> Keeper:
     return Keeper(await database.connect(**SESSION))
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly every test waits for checkpoints, more than once."""
+    monkeypatch.setattr(recorder, "CHECKPOINT_EVERY_S", 0.05)
 
 
 async def checkpointed(database: Database) -> None:

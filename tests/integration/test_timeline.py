@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
+pytestmark = pytest.mark.costly
+
 SESSION = {"server_settings": {"search_path": "relay"}}
 
 SAY = """
