@@ -226,7 +226,8 @@ def test_a_summary_is_always_bounded_json(
 ) -> None:
     answer = Answer.of(status, 1.0, headers=tuple(headers), body=body, detail=detail)
     text = orjson.dumps(summary(answer)).decode()
-    assert "\\u0000" not in text
+    # What is left of backslashes is not one that was there.
+    assert "\\u0000" not in text.replace("\\\\", "")
     assert len(text.encode()) < 20_000
     assert len(answer.body) <= BODY_BYTES_MAX
 
