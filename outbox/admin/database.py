@@ -7,7 +7,7 @@ When the database is away, requests are told so, and the next one tries again.
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import asyncpg
@@ -86,10 +86,20 @@ class Database:
             OutboxError: everything that `connect` and `require_current` raise.
             Problem: all connections are taken, or it does not answer.
         """
-        if not long:
-            async with self._taken(self._requests, REQUESTS_MAX) as connection:
-                yield connection
-            return
+        async with (
+            self._turn_of_long() if long else nullcontext(),
+            self._taken(self._requests, REQUESTS_MAX) as connection,
+        ):
+            yield connection
+
+    @asynccontextmanager
+    async def login(self) -> AsyncIterator[Connection[Any]]:
+        """A connection to look up a token; it raises what `connection` does."""
+        async with self._taken(self._logins, LOGINS_MAX) as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _turn_of_long(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._long.acquire()
@@ -98,16 +108,9 @@ class Database:
                 f"{LONG_MAX} requests that take long are at work already; try again later"
             ) from None
         try:
-            async with self._taken(self._requests, REQUESTS_MAX) as connection:
-                yield connection
+            yield
         finally:
             self._long.release()
-
-    @asynccontextmanager
-    async def login(self) -> AsyncIterator[Connection[Any]]:
-        """A connection to look up a token; it raises what `connection` does."""
-        async with self._taken(self._logins, LOGINS_MAX) as connection:
-            yield connection
 
     @asynccontextmanager
     async def _pool(self, size_max: int) -> AsyncIterator[Any]:

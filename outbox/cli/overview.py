@@ -116,13 +116,15 @@ def _notes(endpoint: EndpointStatus, now: datetime) -> Iterator[str]:
         then = f"; outbox endpoint {undo} {name}" if undo else ""
         yield f"{endpoint.state} {since(endpoint.state_at)}{by}{why}{then}"
     health = endpoint.health
-    if health is not None and health.state != "healthy":
-        held = health.held_until is not None and health.held_until > now
-        goes_on = endpoint.state == "active" and endpoint.replica is not None and not held
+    held_until = None if health is None else health.held_until
+    if held_until is not None and held_until <= now:
+        held_until = None
+    if health is not None and health.state != HEALTHY:
+        goes_on = endpoint.state == "active" and endpoint.replica is not None and held_until is None
         tried = f"; {PROBING}" if goes_on and health.state in PROBED else ""
         yield f"{health.state} {since(health.since)}{tried}"
-    if health is not None and health.held_until is not None and health.held_until > now:
-        yield f"nothing is sent until {_time(health.held_until)}, as its receiver asked"
+    if held_until is not None:
+        yield f"nothing is sent until {_time(held_until)}, as its receiver asked"
     if (block := endpoint.block) is not None:
         letter = block.dead_letter
         act = f"outbox dead replay {letter}, outbox dead discard {letter} or " if letter else ""

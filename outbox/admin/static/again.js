@@ -5,7 +5,7 @@ import { h } from "./dom.js";
 import { follow } from "./jobs.js";
 import { link } from "./places.js";
 import { count, plural } from "./say.js";
-import { act, ask, field, why } from "./talk.js";
+import { act, ask, attempt, field, why } from "./talk.js";
 
 // Endpoints whose lanes are looked at, for a question.
 const LOOKED_AT_MAX = 5;
@@ -34,8 +34,8 @@ export function goesOn(lanes) {
 const done = (text, job) => [text, job && [" ", h("a", { href: link("dead") }, `Job ${job}`), " tells how far it is."]];
 
 // `letters` are those that are known of what `body` means.
-export async function replay(what, body, letters, after) {
-  const [plan, lanes] = await Promise.all([act(() => post("/v1/dead-letters/replay", { ...body, dry_run: true }), ""), waitingFor(letters)]);
+export async function replay(what, body, letters) {
+  const [plan, lanes] = await Promise.all([attempt(() => post("/v1/dead-letters/replay", { ...body, dry_run: true })), waitingFor(letters)]);
   if (!plan) return;
   const told = await ask(`Send ${what} again?`, [
     h("p", null, `${plural(plan.replaying, "dead letter")} would be sent again.`),
@@ -50,11 +50,10 @@ export async function replay(what, body, letters, after) {
     follow(came.job);
     return done(`${plural(came.replaying, "dead letter")} will be sent again.`, came.job);
   });
-  after();
 }
 
-export async function discard(what, body, letters, after) {
-  const [plan, lanes] = await Promise.all([act(() => post("/v1/dead-letters/discard", { ...body, dry_run: true }), ""), waitingFor(letters)]);
+export async function discard(what, body, letters) {
+  const [plan, lanes] = await Promise.all([attempt(() => post("/v1/dead-letters/discard", { ...body, dry_run: true })), waitingFor(letters)]);
   if (!plan) return;
   const told = await ask(`Set ${what} aside?`, [
     h("p", null, `${plural(plan.discarded, "dead letter")} would never be sent. Receivers go on missing these numbers.`),
@@ -62,5 +61,4 @@ export async function discard(what, body, letters, after) {
   { yes: "Discard", kind: "danger" });
   if (!told) return;
   await act(() => post("/v1/dead-letters/discard", { ...body, why: told.why || null }), "Discarded; it stands in the journal.");
-  after();
 }

@@ -5,7 +5,7 @@ import { name, post } from "./api.js";
 import { h } from "./dom.js";
 import { answerLine, code, facts } from "./parts.js";
 import { duration } from "./say.js";
-import { act, ask, copied, field, why } from "./talk.js";
+import { act, ask, attempt, copied, field, why } from "./talk.js";
 
 const path = (endpoint, verb) => `/v1/endpoints/${name(endpoint)}/${verb}`;
 
@@ -55,7 +55,7 @@ const OUTCOME = {
 };
 
 export async function test(endpoint) {
-  const told = await act(() => post(path(endpoint, "test")), "");
+  const told = await attempt(() => post(path(endpoint, "test")));
   if (!told) return;
   await ask(`What ${endpoint} answered`, [
     h("p", { class: "said" }, answerLine(told) ?? "nothing"),

@@ -1,7 +1,7 @@
 // Listings that go on at their end, and their filters.
 
 import { h, show } from "./dom.js";
-import { act, field } from "./talk.js";
+import { attempt, field } from "./talk.js";
 
 // `read(after)` gives {items, next}.
 export function pages(read, draw) {
@@ -25,7 +25,7 @@ export function pages(read, draw) {
       next !== null && h("button", { type: "button", onclick: (event) => {
         // Twice would be the same page twice.
         event.target.disabled = true;
-        act(() => more(items, next, 0), "").finally(() => { event.target.disabled = false; });
+        attempt(() => more(items, next, 0)).finally(() => { event.target.disabled = false; });
       } }, "More")));
   }
   // What was read before is read anew, however many pages that were.

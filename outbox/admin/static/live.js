@@ -22,21 +22,24 @@ export function refuse(place, error, missing) {
   show(place, h("h1", { class: "refused" }, why), h("p", null, h("a", { href: link("overview") }, "To the overview")));
 }
 
-// `look(signal)` is called again and again; returns what ends it.  `missing` is what a 404 means.
+// `look(signal, acted)` is called again and again, and at once when something was done, which
+// `acted` says; returns what ends it.  `missing` is what a 404 means.
 export function live(place, look, { every = EVERY_MS, missing } = {}) {
   const ended = new AbortController();
   let timer = 0;
   let busy = false;
-  let again = false;
+  let acted = false;
   let failures = 0;
 
   async function turn() {
     clearTimeout(timer);
     if (busy || document.hidden || ended.signal.aborted) return;
     busy = true;
+    const fresh = acted;
+    acted = false;
     let wait = every;
     try {
-      await look(AbortSignal.any([ended.signal, AbortSignal.timeout(ANSWER_MS)]));
+      await look(AbortSignal.any([ended.signal, AbortSignal.timeout(ANSWER_MS)]), fresh);
       if (ended.signal.aborted) return;
       failures = 0;
       answered();
@@ -54,17 +57,11 @@ export function live(place, look, { every = EVERY_MS, missing } = {}) {
     } finally {
       busy = false;
     }
-    timer = setTimeout(turn, again ? 0 : wait);
-    again = false;
+    // This look may not have seen what was done meanwhile.
+    timer = setTimeout(turn, acted ? 0 : wait);
   }
 
-  // A look that is under way may not see what was done meanwhile.
-  function acted() {
-    if (busy) again = true;
-    else turn();
-  }
-
-  addEventListener("acted", acted, { signal: ended.signal });
+  addEventListener("acted", () => { acted = true; turn(); }, { signal: ended.signal });
   // Whoever comes back to the tab, or to the network, does not wait.
   document.addEventListener("visibilitychange", turn, { signal: ended.signal });
   addEventListener("online", turn, { signal: ended.signal });

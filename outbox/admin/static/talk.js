@@ -45,18 +45,23 @@ export const field = (label, control, hint) => h("label", { class: "field" },
 
 export const why = (hint = "It stands in the journal.") => field("Why", h("input", { name: "why", maxlength: 200, autocomplete: "off" }), hint);
 
-// Do something, and say what came of it.
-export async function act(doing, done) {
+// Ask something that changes nothing; what stands in the way is said.
+export async function attempt(asking, done = "") {
   try {
-    const told = await doing();
+    const told = await asking();
     notice(typeof done === "function" ? done(told) : done);
     return told;
   } catch (error) {
     notice(sentence(error.message), "bad");
     return undefined;
-  } finally {
-    dispatchEvent(new Event("acted"));
   }
+}
+
+// Do something, say what came of it, and have views look at it at once.
+export async function act(doing, done) {
+  const told = await attempt(doing, done);
+  dispatchEvent(new Event("acted"));
+  return told;
 }
 
 // A text that is to be taken away.

@@ -62,10 +62,10 @@ export function view(place, _, values) {
         free.forEach((each) => (event.target.checked ? picked.add(each.id) : picked.delete(each.id)));
         list.repaint();
       } }), `Select all ${count(free.length)} shown`),
-      ids.length ? [button(`Send ${count(ids.length)} again`, () => replay(plural(ids.length, "dead letter"), { ids }, letters, again), { kind: "main" }),
-        button(`Discard ${count(ids.length)}`, () => discard(plural(ids.length, "dead letter"), { ids }, letters, again))]
-        : [button("Send all of these again", () => replay("all that match", matching, letters, again)),
-          button("Discard all of these", () => discard("all that match", matching, letters, again))]] : null);
+      ids.length ? [button(`Send ${count(ids.length)} again`, () => replay(plural(ids.length, "dead letter"), { ids }, letters), { kind: "main" }),
+        button(`Discard ${count(ids.length)}`, () => discard(plural(ids.length, "dead letter"), { ids }, letters))]
+        : [button("Send all of these again", () => replay("all that match", matching, letters)),
+          button("Discard all of these", () => discard("all that match", matching, letters))]] : null);
   }
 
   async function counts() {
@@ -83,12 +83,6 @@ export function view(place, _, values) {
     }
   }
 
-  function again() {
-    picked.clear();
-    loaded = false;
-    turn();
-  }
-
   show(place, h("h1", null, "Dead letters"), counted,
     filters([["endpoint", "Endpoint"], ["type", "Type"], ["reason", "Reason", REASONS], ["state", "State", STATES], ["since", "Since"], ["until", "Until"],
       ...(session.tenant === null ? [["tenant", "Tenant"]] : [])], values, (next) => { location.hash = link("dead", [], next); }),
@@ -96,19 +90,17 @@ export function view(place, _, values) {
 
   let loaded = false;
   let fared = "";
-  let end = () => {};
-  function turn() {
-    end();
-    end = live(place, async (signal) => {
-      if (!loaded) await load();
-      loaded = true;
-      const told = await jobs.look(signal);
-      show(running, jobs.draw(told, again));
-      const fares = told.all.map((job) => `${job.id} ${job.state} ${job.done}`).join();
-      if (fared !== fares && fared) await counts();
-      fared = fares;
-    });
-  }
-  turn();
-  return () => end();
+  return live(place, async (signal, acted) => {
+    if (acted) {
+      picked.clear();
+      loaded = false;
+    }
+    if (!loaded) await load();
+    loaded = true;
+    const told = await jobs.look(signal);
+    show(running, jobs.draw(told));
+    const fares = told.all.map((job) => `${job.id} ${job.state} ${job.done}`).join();
+    if (fared !== fares && fared) await counts();
+    fared = fares;
+  });
 }

@@ -31,7 +31,7 @@ function replays(each) {
   ], REPLAYS)), ""));
 }
 
-function drawn(each, id, again) {
+function drawn(each, id) {
   const size = each.to_sequence - each.sequence + 1;
   return [
     h("h1", null, `Dead letter ${id} `, badge(each.state)),
@@ -40,8 +40,8 @@ function drawn(each, id, again) {
       each.event ? "." : `; it stands for ${plural(size, "delivery", "deliveries")} that were not sent.`,
       each.again ? [" Sent again, it became ", to(each.again), "."] : null),
     h("div", { class: "actions" },
-      each.state === "dead" && button("Send again", () => replay(`dead letter ${id}`, { ids: [each.id] }, [each], again), { kind: "main" }),
-      each.state === "dead" && button("Discard", () => discard(`dead letter ${id}`, { ids: [each.id] }, [each], again)),
+      each.state === "dead" && button("Send again", () => replay(`dead letter ${id}`, { ids: [each.id] }, [each]), { kind: "main" }),
+      each.state === "dead" && button("Discard", () => discard(`dead letter ${id}`, { ids: [each.id] }, [each])),
       each.event && h("a", { class: "button", href: link("trace", [each.event]) }, "The event's life")),
     each.event ? h("section", null, h("h2", null, "Payload"), each.payload === null ? h("p", { class: "empty" }, "It was erased, or is null.") : code(each.payload)) : null,
     replays(each),
@@ -59,9 +59,7 @@ function drawn(each, id, again) {
 
 export function view(place, [id]) {
   show(place, h("h1", null, `Dead letter ${id}`), h("p", { class: "empty" }, "Looking…"));
-  const look = async (signal) => {
-    const each = await get(`/v1/dead-letters/${encodeURIComponent(id)}`, {}, signal);
-    show(place, drawn(each, id, () => look().catch(() => {})));
-  };
-  return live(place, look, { every: 5000, missing: `There is no dead letter ${id}.` });
+  return live(place, async (signal) => {
+    show(place, drawn(await get(`/v1/dead-letters/${encodeURIComponent(id)}`, {}, signal), id));
+  }, { every: 5000, missing: `There is no dead letter ${id}.` });
 }
