@@ -211,19 +211,19 @@ WITH old AS MATERIALIZED (
        AND NOT EXISTS (SELECT FROM delivery WHERE copy_id = d.id)
      ORDER BY d.id LIMIT {STEP} FOR UPDATE OF d SKIP LOCKED),
 replays AS (
-    DELETE FROM replay r USING old WHERE r.dead_id = old.id),
+    DELETE FROM replay WHERE dead_id = ANY(ARRAY(SELECT id FROM old))),
 deleted AS (
-    DELETE FROM dead_letter d USING old WHERE d.id = old.id RETURNING d.id)
+    DELETE FROM dead_letter WHERE id = ANY(ARRAY(SELECT id FROM old)) RETURNING id)
 SELECT count(*) FROM deleted
 """  # noqa: S608 (constants only)
 
 # Once keys that anybody may claim anew, kept for a while to be looked up.
 DELETE_ONCE = f"""
-WITH old AS MATERIALIZED (
-    SELECT key FROM once WHERE expires_at < clock_timestamp() - make_interval(secs => $1)
-     LIMIT {STEP} FOR UPDATE SKIP LOCKED),
-deleted AS (
-    DELETE FROM once o USING old WHERE o.key = old.key RETURNING o.key)
+WITH deleted AS (
+    DELETE FROM once WHERE key = ANY(ARRAY(
+        SELECT key FROM once WHERE expires_at < clock_timestamp() - make_interval(secs => $1)
+         LIMIT {STEP} FOR UPDATE SKIP LOCKED))
+    RETURNING key)
 SELECT count(*) FROM deleted
 """  # noqa: S608
 

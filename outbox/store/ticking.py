@@ -127,13 +127,15 @@ SELECT pg_try_advisory_xact_lock(
            hashtextextended('outbox-relay moves future events ' || current_schema(), 0))
 """
 
-# A statement of its own: its snapshot begins after the lock was granted.
+# A statement of its own: its snapshot begins after the lock was granted.  An array of
+# ids is looked up in the index however many the server thinks are due; a join with
+# them may read the whole table for one.
 MOVE_FUTURE = """
-WITH due AS MATERIALIZED (
-    SELECT id FROM future_event WHERE deliver_at <= statement_timestamp()
-     ORDER BY deliver_at, id LIMIT $1),
-moved AS (
-    DELETE FROM future_event f USING due WHERE f.id = due.id RETURNING f.*),
+WITH moved AS (
+    DELETE FROM future_event WHERE id = ANY(ARRAY(
+        SELECT id FROM future_event WHERE deliver_at <= statement_timestamp()
+         ORDER BY deliver_at, id LIMIT $1))
+    RETURNING *),
 written AS (
     INSERT INTO outbox (event_id, tenant, type, key, payload, headers, expires_at)
     SELECT event_id, tenant, type, key, payload, headers, expires_at

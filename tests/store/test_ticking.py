@@ -253,19 +253,27 @@ async def test_nobody_waits_for_another_one_that_moves_them(
     assert await _numbers(db) == [0, 1, 2]
 
 
-async def test_looks_are_cheap_when_a_lot_waits(database: Database, db: Connection[Any]) -> None:
+@pytest.mark.parametrize("analyzed", (False, True), ids=("unknown", "analyzed"))
+async def test_looks_are_cheap_when_a_lot_waits(
+    database: Database, db: Connection[Any], analyzed: bool
+) -> None:
+    """A look reads what is due, three events at first, whatever the server knows."""
     await db.execute(
         "INSERT INTO future_event (event_id, type, payload, deliver_at) "
-        "SELECT gen_random_uuid(), 'a', '1', now() + n * interval '1 s' "
+        "SELECT gen_random_uuid(), 'a', '1', now() + n * interval '1 hour' "
         "FROM generate_series(1, 20000) n"
     )
     await add(db)
     await db.execute(
         "INSERT INTO schedule (name, cron, timezone, type, payload, misfire, grace_s, overlap, "
         "next_at, look_at) SELECT 's' || n, '@yearly', 'UTC', 'a', '1', 'once', 1, 'allow', t, t "
-        "FROM generate_series(1, 10000) n, LATERAL (SELECT now() + n * interval '1 s' AS t) x"
+        "FROM generate_series(1, 10000) n, LATERAL (SELECT now() + n * interval '1 hour' AS t) x"
     )
+    if analyzed:
+        await db.execute("ANALYZE future_event")
+        await db.execute("ANALYZE schedule")
     for generic in (False, True):
+        await _future(db, 0, 1, 2, ago_s=10)
         for sql, *arguments in (
             (ticking.READ_DUE_IN,),
             (ticking.LOCK_DUE, 100),
