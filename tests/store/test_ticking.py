@@ -253,7 +253,7 @@ async def test_nobody_waits_for_another_one_that_moves_them(
     assert await _numbers(db) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("analyzed", (False, True), ids=("unknown", "analyzed"))
+@pytest.mark.parametrize("analyzed", [False, True], ids=("unknown", "analyzed"))
 async def test_looks_are_cheap_when_a_lot_waits(
     database: Database, db: Connection[Any], analyzed: bool
 ) -> None:
