@@ -575,7 +575,8 @@ async def test_what_the_database_refuses_now_and_then_is_done_later(
             CREATE TRIGGER refuse AFTER INSERT OR UPDATE ON {table}
                 FOR EACH STATEMENT EXECUTE FUNCTION refuse()""")
     network = Network(lambda s: REFUSED if s.seq == 3 else BUSY if s.attempt < 2 else OK)
-    async with running(database, network):
+    # Renewed often enough that some renewals are refused.
+    async with running(database, network, lease_s=1.0):
         for n in range(16):
             await publish(database, n, key=f"k{n}")
         await all_ended(database)

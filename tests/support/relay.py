@@ -124,7 +124,7 @@ async def publish(database: Database, *payloads: Any, type: str = "a.b", **colum
 
 def settings_for(database: Database, **settings: Any) -> Settings:
     """What a relay in a test is given."""
-    given: Mapping[str, Any] = {"dsn": database.dsn, "lease_s": 1.0, "drain_s": 5.0, **settings}
+    given: Mapping[str, Any] = {"dsn": database.dsn, "lease_s": 2.0, "drain_s": 5.0, **settings}
     return Settings(**given)
 
 
