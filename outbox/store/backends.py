@@ -48,8 +48,11 @@ class Worker(KnowingConnection):
 
     @property
     def waiting_s(self) -> float:
-        """How long the statement under way has had no answer; 0 when there is none."""
-        if self._asked_at is None:
+        """How long the statement under way has had no answer, in seconds.
+
+        0 when there is none, and when the connection was cut: who asked hears of that.
+        """
+        if self._asked_at is None or self.is_closed():
             return 0.0
         return asyncio.get_running_loop().time() - self._asked_at
 

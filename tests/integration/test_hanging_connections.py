@@ -7,11 +7,13 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 from structlog.testing import capture_logs
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.watchdog import LOOK_MAX_S, Watchdog
+from outbox.store.backends import Worker
 from tests.support.load import under_load
 from tests.support.relay import (
     Network,
@@ -328,6 +330,18 @@ def _ended_after(
         return None
 
     return run_virtual(watch()), server
+
+
+async def test_a_connection_that_was_cut_has_nothing_to_wait_for(database: Database) -> None:
+    """A watchdog may look before the one who asked hears of it."""
+    connection = await database.connect(connection_class=Worker)
+    asking = asyncio.ensure_future(connection.execute("SELECT pg_sleep(100)"))
+    await until(lambda: connection.waiting_s > 0)
+    connection.terminate()
+    assert not asking.done()
+    assert connection.waiting_s == 0
+    with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)):
+        await asking
 
 
 def test_what_nobody_works_at_is_given_up_within_a_lease() -> None:

@@ -33,12 +33,16 @@ pytestmark = pytest.mark.costly
 LEASE_S = 60.0
 """They look by themselves each fifth of it: too late for these tests."""
 SOON_S = 10.0
+ENDPOINTS = 24
 
 
 @asynccontextmanager
 async def two_relays(database: Database) -> AsyncIterator[tuple[Network, Network]]:
-    """Each has some of eight endpoints, which get everything."""
-    for n in range(8):
+    """Each has some of the endpoints, which get everything.
+
+    Who has which follows from random ids; of 24 one has none once in 2^23 times.
+    """
+    for n in range(ENDPOINTS):
         await add_endpoint(database, f"e{n}", types=["a.b"])
     one, other = Network(), Network()
     async with running(database, one, lease_s=LEASE_S), running(database, other, lease_s=LEASE_S):
@@ -66,7 +70,7 @@ async def test_every_event_of_a_trickle_is_heard_of_at_once(
         await all_ended(database, SOON_S)
         assert one.sent
         assert other.sent
-        assert len(one.sent) + len(other.sent) == 8 * 20
+        assert len(one.sent) + len(other.sent) == ENDPOINTS * 20
     assert await exceptions(database) == {}
 
 
@@ -82,7 +86,7 @@ async def test_what_is_told_need_not_be_read(
         monkeypatch.setattr("outbox.store.lanes.LaneStore.news", see_nothing)
         for n in range(5):
             await publish(database, n)
-            await until(lambda n=n: len(one.sent) + len(other.sent) == 8 * (n + 1), SOON_S)
+            await until(lambda n=n: len(one.sent) + len(other.sent) == ENDPOINTS * (n + 1), SOON_S)
         await all_ended(database, SOON_S)
         assert one.sent
         assert other.sent
@@ -96,7 +100,7 @@ async def test_what_a_stranger_tells_is_not_believed(database: Database) -> None
             await fetchval(database, "SELECT pg_notify('relay:owners', $1)", text)
         for n in range(5):
             await publish(database, n)
-            await until(lambda n=n: len(one.sent) + len(other.sent) == 8 * (n + 1), SOON_S)
+            await until(lambda n=n: len(one.sent) + len(other.sent) == ENDPOINTS * (n + 1), SOON_S)
         await all_ended(database, SOON_S)
     assert await exceptions(database) == {}
 
