@@ -13,6 +13,8 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from asyncpg import InterfaceError
+
 from outbox.store.known_types import KnowingConnection
 
 if TYPE_CHECKING:
@@ -78,6 +80,11 @@ class Worker(KnowingConnection):
         self._asked_at = asyncio.get_running_loop().time()
         try:
             yield
+        except AttributeError as error:
+            # asyncpg has let go of the protocol, and does not look for that in between.
+            if self.is_closed():
+                raise InterfaceError("connection was cut in the middle of a question") from error
+            raise
         finally:
             self._asked_at = None
 

@@ -344,6 +344,24 @@ async def test_a_connection_that_was_cut_has_nothing_to_wait_for(database: Datab
         await asking
 
 
+class CutHalfWay(Worker):
+    """Its connection is cut when a statement is prepared, and not executed yet."""
+
+    __slots__ = ()
+
+    async def _get_statement(self, *args: Any, **kwargs: Any) -> Any:
+        statement = await super()._get_statement(*args, **kwargs)
+        self.terminate()
+        return statement
+
+
+async def test_a_connection_that_is_cut_half_way_is_one_that_was_lost(database: Database) -> None:
+    """asyncpg finds nothing where its protocol was; the relay would take that for a defect."""
+    connection = await database.connect(connection_class=CutHalfWay)
+    with pytest.raises(asyncpg.InterfaceError, match="cut"):
+        await connection.fetch("SELECT $1::int", 1)
+
+
 def test_what_nobody_works_at_is_given_up_within_a_lease() -> None:
     ended_at, _ = _ended_after(lambda *_: None)
     assert ended_at is not None
