@@ -19,6 +19,7 @@ from benchmarks import (
     latency,
     memory,
     pages,
+    receiving,
     replays,
     replicas,
     watched,
@@ -46,6 +47,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "commands": commands.measure,
     "pages": pages.measure,
     "horizon": horizon.measure,
+    "receiving": receiving.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
 

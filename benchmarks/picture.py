@@ -55,6 +55,7 @@ AXES = {
     "replicas": "times a single replica's CPU, or its renewals; less is better",
     "commands": "times what the same command takes where there is hardly anything",
     "pages": "times what the same view takes where there is hardly anything",
+    "receiving": "of what the bare framework does; more is better",
     "horizon": "times the same without a pinned horizon; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }

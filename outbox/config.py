@@ -138,6 +138,10 @@ class Settings(BaseModel):
     admin: Address | None = Field(
         default=None, description="Where the HTTP API listens, HOST:PORT. None: nowhere."
     )
+    receivers: Address | None = Field(
+        default=None,
+        description="Where receivers fetch what they are missing, HOST:PORT. None: nowhere.",
+    )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: console on a terminal, else json."
     )
@@ -169,7 +173,7 @@ class Settings(BaseModel):
     def _lower(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
 
-    @field_validator("health", "admin", mode="before")
+    @field_validator("health", "admin", "receivers", mode="before")
     @classmethod
     def _address(cls, value: Any) -> Any:
         return parse_address(value) if isinstance(value, str) else value

@@ -5,6 +5,7 @@
 --seed N     repeats the random choices of an earlier run
 --kills N    how often the end-to-end test kills the relay (default 3)
 --prove-minutes N    how long outbox prove goes on, end to end (default: 0.2)
+--ledger-seconds N   how long relay and receiver are killed over a ledger (default: 6)
 --cursor-seconds N   how long the adversarial producers go on (default: 6)
 --sim-seeds N   how many virtual hours are simulated (default: 20)
 --model-size N   how much of the protocols is explored, 1 to 3 (default: 1)
@@ -52,6 +53,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--kills", type=int, default=3, metavar="N", help="kill -9 of the relay, end to end"
+    )
+    group.addoption(
+        "--ledger-seconds",
+        type=float,
+        default=6,
+        metavar="N",
+        help="how long relay and receiver are killed over a ledger; default: 6",
     )
     group.addoption(
         "--prove-minutes",

@@ -55,6 +55,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "allow_networks": "10.0.0.0/8,::1",
         "health": "localhost:9090",
         "admin": "127.0.0.1:0",
+        "receivers": "127.0.0.1:1",
         "log_format": "JSON",
         "log_level": "Debug",
     }

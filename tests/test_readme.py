@@ -10,14 +10,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import pytest
 import yaml
+from fastapi import FastAPI
 
 import outbox as package
 from outbox.cli.main import COMMANDS
 from outbox.config import Settings, variable
 from outbox.core import declaration
 from outbox.core.answer import Answer
+from outbox.testing import FakeSender
 from tests.support.api import make_token, serving
 from tests.support.process import Ended, command_line, environment, outbox
 from tests.support.relay import (
@@ -111,7 +114,10 @@ class Walk:
         assert ended.code == 0, ended.stderr
         # A terminal shows both.
         printed = ended.stdout + ended.stderr
-        assert _same(printed) == _same(output), printed
+        if "…" in output.splitlines():
+            assert set(_same(output)) - {"…"} <= set(_same(printed)), printed
+        else:
+            assert _same(printed) == _same(output), printed
         self._remember(ended)
 
     def _remember(self, ended: Ended) -> None:
@@ -188,7 +194,7 @@ async def test_the_guide_leads_from_the_complaint_to_the_repair(
 
 @pytest.mark.one_major
 async def test_the_python_runs(database: Database) -> None:
-    first, second = (block for language, block in BLOCKS if language == "python")
+    first, second, _ = (block for language, block in BLOCKS if language == "python")
     async with database.connection() as connection:
         await connection.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS paid")
         await _python(first, connection)
@@ -200,6 +206,20 @@ async def test_the_python_runs(database: Database) -> None:
         assert await connection.fetchval(keep_s) == 90 * 86400
         due = await connection.fetchval("SELECT deliver_at FROM relay.future_event")
         assert due == in_two_weeks
+
+
+@pytest.mark.one_major
+async def test_the_receiver_receives(database: Database) -> None:
+    *_, block = (block for language, block in BLOCKS if language == "python")
+    sender, app = FakeSender(), FastAPI()
+    async with database.connection() as connection:
+        await connection.execute("CREATE TABLE public.orders AS SELECT 7 AS id, false AS shipped")
+    async with asyncpg.create_pool(database.dsn, min_size=1, max_size=2) as pool:
+        exec(block, {"secret": sender.secret, "pool": pool, "app": app})
+        receiver = app.user_middleware[0].kwargs["receiver"]
+        answer = await receiver.handle(sender.event("order.paid", {"order": 7}))
+        assert answer.status == 200
+        assert await pool.fetchval("SELECT shipped FROM public.orders")
 
 
 async def _python(snippet: str, connection: Connection[Any], **given: object) -> None:

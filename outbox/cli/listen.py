@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from outbox.config import load
 from outbox.core.order import Kind
 from outbox.core.signature import parse_secret
 from outbox.errors import UsageError
-from outbox.receiver.server import Handled, Outcome, Receiver, Totals
+from outbox.receiver.development import DevelopmentReceiver, Handled, Outcome, Totals
+from outbox.receiver.forwarding import forwarding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +40,7 @@ _COLOURS = {
 Examples:
   OUTBOX_SECRET=whsec_… outbox listen --port 8080
   outbox listen --port 8080 --fail-rate 0.2 --latency 50
+  outbox listen --port 8080 --forward-to http://127.0.0.1:9000/hooks
 
 Ctrl-C ends it with the totals; exit code 1 says that something is missing, came
 out of order, or was not signed.
@@ -59,6 +61,11 @@ out of order, or was not signed.
 @click.option(
     "--latency", type=float, default=0.0, metavar="MS", help="Answer only after so many ms."
 )
+@click.option(
+    "--forward-to",
+    metavar="URL",
+    help="Pass each delivery on, as it is, and answer what comes back.",
+)
 @click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml.")
 @json_option
 def command(
@@ -67,6 +74,7 @@ def command(
     secrets: tuple[str, ...],
     fail_rate: float,
     latency: float,
+    forward_to: str | None,
     config: str | None,
     as_json: bool,
 ) -> None:
@@ -77,13 +85,15 @@ def command(
     """
     if not 0 <= latency <= LATENCY_MAX_MS:
         raise UsageError(f"--latency: must be between 0 and {LATENCY_MAX_MS} ms, not {latency:g}")
+    if forward_to is not None and not forward_to.startswith(("http://", "https://")):
+        raise UsageError(f"--forward-to: {forward_to!r} does not begin with http:// or https://")
     settings = load(config=config)
     if not secrets and settings.secret is not None:
         secrets = (settings.secret.get_secret_value(),)
     keys = [parse_secret(secret) for secret in secrets]
     if not keys:
         warn("signatures are not looked at; set OUTBOX_SECRET to the endpoint's secret")
-    totals = run_async(_listen(host, port, keys, fail_rate, latency / 1000, as_json))
+    totals = run_async(_listen(host, port, keys, fail_rate, latency / 1000, forward_to, as_json))
     if not totals.good:
         raise click.exceptions.Exit(1)
 
@@ -94,6 +104,7 @@ async def _listen(
     keys: Sequence[bytes],
     fail_rate: float,
     latency_s: float,
+    forward_to: str | None,
     as_json: bool,
 ) -> Totals:
     stop = asyncio.Event()
@@ -108,12 +119,22 @@ async def _listen(
             broken = True
             stop.set()
 
-    receiver = Receiver(keys, fail_rate=fail_rate, latency_s=latency_s, on_request=tell)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         with suppress(NotImplementedError):  # Windows: Ctrl-C interrupts instead.
             loop.add_signal_handler(number, stop.set)
-    async with receiver.serve(host, port) as url:
+    async with AsyncExitStack() as stack:
+        forward = None
+        if forward_to is not None:
+            forward = await stack.enter_async_context(forwarding(forward_to, None))
+        receiver = DevelopmentReceiver(
+            keys,
+            fail_rate=fail_rate,
+            latency_s=latency_s,
+            forward=forward,
+            on_request=tell,
+        )
+        url = await stack.enter_async_context(receiver.serve(host, port))
         click.echo(f"listening on {url}", err=True)
         await stop.wait()
     if broken:
@@ -146,6 +167,8 @@ def _notes(handled: Handled) -> list[str]:
     if handled.fault is not None:
         answered = "no answer" if handled.status is None else f"answered {handled.status}"
         notes.append(f"{answered}, on purpose")
+    elif handled.outcome is Outcome.FAILED:
+        notes.append(f"the receiver behind answered {handled.status}")
     message, seen = handled.message, handled.observation
     if message is not None and message.replay_of is not None:
         notes.append(safe(f"replay of number {message.replay_of[1]} of {message.replay_of[0]}"))

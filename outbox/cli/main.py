@@ -60,6 +60,7 @@ COMMANDS = (
     Entry("schedule", "Publish events by the clock, again and again.", _WORK),
     Entry("relay", "Run the relay: deliver what is published.", _WORK),
     Entry("listen", "Run a receiver for development.", _WORK),
+    Entry("conform", "Grade a receiver, in whatever language it is written.", _WORK),
     Entry("status", "Show what is owed, failing and running.", _LOOK),
     Entry("trace", "Tell what happened to an event, and why it is not delivered.", _LOOK),
     Entry("doctor", "Look at preconditions and health, and say what to do.", _LOOK),

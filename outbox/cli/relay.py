@@ -65,6 +65,11 @@ way: what was not acknowledged is sent again, with the same number.
     metavar="HOST:PORT",
     help="Serve /healthz, /readyz and /metrics there, to everybody who can reach it.",
 )
+@click.option(
+    "--receivers",
+    metavar="HOST:PORT",
+    help="Let receivers fetch there what they are missing; see outbox endpoint fetch-token.",
+)
 @click.option("--log-format", metavar="FORMAT", help="json, console, or auto (default).")
 @click.option("--log-level", metavar="LEVEL", help="debug, info (default), warning or error.")
 def command(config: str | None, **flags: Any) -> None:

@@ -74,6 +74,11 @@ async def run(settings: Settings) -> None:
             log.info("health and metrics", url=where.url)
         if settings.admin is not None:
             await stack.enter_async_context(admin(settings, settings.admin))
+        if settings.receivers is not None:
+            # Imported here: most relays have no such listener.
+            from outbox.admin import receivers
+
+            await stack.enter_async_context(receivers.running(settings, settings.receivers))
         # What has been imported stays: collecting garbage need not go through it again and again.
         gc.collect()
         gc.freeze()

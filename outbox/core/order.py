@@ -23,6 +23,7 @@ and these are all the ways between them:
     skipped, above the sender's previous         (new)             hole
     named by an older delivery that comes late   missing, unknown  hole
     replayed (`replay_of`)                       any but seen      seen
+    the sender does not keep it any more         missing           unknown
     first number of a lane joined in the middle  (new, below it)   unknown
     too many ranges in a lane                    any, the lowest   unknown
 
@@ -102,6 +103,17 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneState:
+    """All that is known of a lane but its newest `X-Delivery` values, to be kept somewhere."""
+
+    high: int = 0
+    ended: bool = False
+    missing: tuple[Range, ...] = ()
+    holes: tuple[Range, ...] = ()
+    unknown: tuple[Range, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class OrderTotals:
     """Sums over all lanes."""
 
@@ -139,6 +151,25 @@ class LaneOrder:
         """That number is the lane's last."""
         self.forgotten = dict.fromkeys(State, 0)
         """How many numbers were missing, or a hole, when they were forgotten."""
+
+    @classmethod
+    def of(cls, kept: LaneState, *, from_start: bool = False) -> LaneOrder:
+        """The order check that goes on from what was kept."""
+        order = cls(from_start=from_start)
+        order.high, order.ended = kept.high, kept.ended
+        for state, ranges in zip(
+            (State.MISSING, State.HOLE, State.UNKNOWN),
+            (kept.missing, kept.holes, kept.unknown),
+            strict=True,
+        ):
+            for numbers in ranges:
+                order._states[state].add(*numbers)
+        return order
+
+    def kept(self) -> LaneState:
+        """What to keep of it."""
+        missing, holes, unknown = map(self.ranges, (State.MISSING, State.HOLE, State.UNKNOWN))
+        return LaneState(self.high, self.ended, missing, holes, unknown)
 
     def ranges(self, state: State) -> tuple[Range, ...]:
         """The numbers in this state, ascending."""
@@ -193,6 +224,23 @@ class LaneOrder:
             if numbers.remove(sequence, sequence):
                 return state
         return None
+
+    def forgo(self, lo: int, hi: int) -> tuple[Range, ...]:
+        """Nobody can send these any more: of them, what was missing is unknown now."""
+        missed = self._states[State.MISSING].remove(lo, hi)
+        for numbers in missed:
+            self._states[State.UNKNOWN].add(*numbers)
+        return missed
+
+    def skips(self, sequence: int, previous_sequence: int) -> tuple[Range, ...]:
+        """Numbers that should be here before this delivery, and are not; changes nothing."""
+        joins = self.high == 0 and not self._from_start
+        before = RangeSet()
+        for lo, hi in self._states[State.MISSING]:
+            before.add(lo, min(hi, previous_sequence))
+        if not joins:
+            before.add(self.high + 1, previous_sequence)
+        return tuple(before)
 
     def _ahead(self, sequence: int, previous: int) -> Observation:
         joins = self.high == 0 and not self._from_start

@@ -1,13 +1,16 @@
-"""Standard Webhooks 1.0, symmetric: HMAC-SHA256 over id, time stamp and body.
+"""Standard Webhooks 1.0: what a signature vouches for, and what each wrong one is.
 
 https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
 
 The signed text is `{webhook-id}.{webhook-timestamp}.{body}`; the header
 `webhook-signature` holds one or more signatures, each with its version, set
 apart by spaces.  A sender whose secret is being replaced signs with both.
+Version `v1` is HMAC-SHA256 with a secret that both sides have, `v1a` is ed25519
+(`outbox.core.ed25519`).
 
     SignatureError
     ├── MissingHeader        one of the three headers is not there
+    ├── RepeatedHeader       it is there twice: which one was signed?
     ├── MalformedHeader      it is there, and means nothing
     ├── TimestampTooOld      a replayed request, or the clocks differ
     ├── TimestampTooNew      the clocks differ
@@ -21,22 +24,33 @@ import binascii
 import hmac
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from outbox.core.ed25519 import PUBLIC_PREFIX, PublicKey, parse_public_key
 from outbox.errors import OutboxError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from outbox.core.ed25519 import PrivateKey
+
+Key: TypeAlias = bytes | PublicKey
+"""What a signature is checked with: a secret, or a public key."""
+
 SECRET_PREFIX = "whsec_"  # noqa: S105  a prefix, not a secret
 SECRET_BYTES_MIN = 24
 SECRET_BYTES_MAX = 64
 TOLERANCE_S = 300
+SIGNATURES_MAX = 32
+ED25519_SIGNATURES_MAX = 4
+"""In one request.  Each of the latter costs a pass through the body, and anybody can send
+them."""
 
 ID_HEADER = "webhook-id"
 TIMESTAMP_HEADER = "webhook-timestamp"
 SIGNATURE_HEADER = "webhook-signature"
 
+_HMAC, _ED25519 = "v1", "v1a"
 _TIMESTAMP = re.compile(r"[0-9]{1,15}", re.ASCII)
 
 
@@ -49,6 +63,14 @@ class MissingHeader(SignatureError):
 
     def __init__(self, header: str) -> None:
         super().__init__(f"the header {header} is missing")
+        self.header = header
+
+
+class RepeatedHeader(SignatureError):
+    """A header is there more than once, and only one of them can be the signed one."""
+
+    def __init__(self, header: str) -> None:
+        super().__init__(f"the header {header} is there more than once")
         self.header = header
 
 
@@ -119,45 +141,44 @@ def format_secret(secret: bytes) -> str:
 
 def sign(secret: bytes, message_id: str, timestamp: int, body: bytes) -> str:
     """One signature, `v1,…`; `timestamp` is in epoch seconds."""
-    return _signature(secret, f"{message_id}.{timestamp}.".encode(), body)
+    return f"{_HMAC},{_hmac(secret, f'{message_id}.{timestamp}.'.encode() + body)}"
+
+
+def sign_ed25519(key: PrivateKey, message_id: str, timestamp: int, body: bytes) -> str:
+    """One signature, `v1a,…`; `timestamp` is in epoch seconds."""
+    return f"{_ED25519},{key.sign(f'{message_id}.{timestamp}.'.encode() + body)}"
+
+
+def parse_key(text: str) -> Key:
+    """The secret inside `whsec_…`, or the public key inside `whpk_…`.
+
+    Raises:
+        UsageError: it is neither; the message never shows a secret.
+    """
+    return parse_public_key(text) if text.startswith(PUBLIC_PREFIX) else parse_secret(text)
 
 
 def verify(
     headers: Mapping[str, str],
     body: bytes,
-    secrets: Sequence[bytes],
+    keys: Sequence[Key],
     now: float,
     tolerance_s: float = TOLERANCE_S,
 ) -> Signed:
-    """Check that a holder of one of `secrets` signed this request just now.
+    """Check that a holder of one of `keys` signed this request just now.
 
-    The names of `headers` may be in any case.  Signatures of versions other
-    than `v1` are passed over, as the specification asks.  `now` is in epoch
+    The names of `headers` may be in any case.  Signatures of versions for which
+    there is no key are passed over, as the specification asks.  `now` is in epoch
     seconds.
 
     Raises:
         SignatureError: one of its kinds, see the top of this module.
-        UsageError: there is no secret to check with.
+        UsageError: there is no key to check with.
     """
-    if not secrets:
+    if not keys:
         raise UsageError("secret: at least one is needed to verify a signature")
-    wanted = {ID_HEADER: "", TIMESTAMP_HEADER: "", SIGNATURE_HEADER: ""}
-    for name, value in headers.items():
-        if (lower := name.lower()) in wanted:
-            wanted[lower] = value
-    for header, value in wanted.items():
-        if not value:
-            raise MissingHeader(header)
-    message_id, timestamp_text, signatures = wanted.values()
-    if not _TIMESTAMP.fullmatch(timestamp_text):
-        raise MalformedHeader(TIMESTAMP_HEADER, "is not a number of epoch seconds")
-    candidates = [
-        _bytes(SIGNATURE_HEADER, signature)
-        for signature in signatures.split(" ")
-        if signature.startswith("v1,")
-    ]
-    if not candidates:
-        raise MalformedHeader(SIGNATURE_HEADER, "has no signature of version v1")
+    message_id, timestamp_text, signatures = _signed_headers(headers)
+    candidates = _candidates(signatures, keys)
     timestamp = int(timestamp_text)
     if timestamp < now - tolerance_s:
         raise TimestampTooOld(
@@ -167,13 +188,17 @@ def verify(
         raise TimestampTooNew(
             f"signed {timestamp - now:.0f} s in the future; {tolerance_s:g} s are tolerated"
         )
-    prefix = _bytes(ID_HEADER, f"{message_id}.{timestamp_text}.")
+    signed = _bytes(ID_HEADER, f"{message_id}.{timestamp_text}.") + body
     match = False
-    for secret in secrets:
-        expected = _signature(secret, prefix, body).encode("ascii")
-        for candidate in candidates:
-            # No early exit: the time taken must not tell which one fitted.
-            match |= hmac.compare_digest(expected, candidate)
+    for key in keys:
+        # No early exit: the time taken must not tell which secret fitted.
+        if isinstance(key, PublicKey):
+            for candidate in candidates[_ED25519]:
+                match |= key.fits(candidate, signed)
+        else:
+            expected = _hmac(key, signed).encode("ascii")
+            for candidate in candidates[_HMAC]:
+                match |= hmac.compare_digest(expected, _bytes(SIGNATURE_HEADER, candidate))
     if not match:
         raise SignatureMismatch(
             "no signature fits: the secret is another one, or the request was changed on its way"
@@ -181,9 +206,50 @@ def verify(
     return Signed(message_id, timestamp)
 
 
-def _signature(secret: bytes, prefix: bytes, body: bytes) -> str:
-    digest = hmac.digest(secret, prefix + body, "sha256")
-    return "v1," + base64.b64encode(digest).decode("ascii")
+def _signed_headers(headers: Mapping[str, str]) -> tuple[str, str, str]:
+    """Id, time stamp and signatures, as far as they mean something."""
+    wanted = {ID_HEADER: "", TIMESTAMP_HEADER: "", SIGNATURE_HEADER: ""}
+    for name, value in headers.items():
+        if (lower := name.lower()) in wanted:
+            if wanted[lower]:
+                raise RepeatedHeader(lower)
+            wanted[lower] = value
+    for header, value in wanted.items():
+        if not value:
+            raise MissingHeader(header)
+    message_id, timestamp, signatures = wanted.values()
+    if "." in message_id:
+        # Else the same bytes could be another id, time and body.
+        raise MalformedHeader(ID_HEADER, 'holds a ".", which is what sets signed parts apart')
+    _bytes(ID_HEADER, message_id)
+    if not _TIMESTAMP.fullmatch(timestamp):
+        raise MalformedHeader(TIMESTAMP_HEADER, "is not a number of epoch seconds")
+    return message_id, timestamp, signatures
+
+
+def _candidates(text: str, keys: Sequence[Key]) -> dict[str, list[str]]:
+    """The signatures of each version that there is a key for, without their versions."""
+    versions = {_ED25519 if isinstance(key, PublicKey) else _HMAC for key in keys}
+    found: dict[str, list[str]] = {_HMAC: [], _ED25519: []}
+    signatures = text.split(" ")
+    if len(signatures) > SIGNATURES_MAX:
+        raise MalformedHeader(SIGNATURE_HEADER, f"has more than {SIGNATURES_MAX} signatures")
+    for signature in signatures:
+        version, comma, encoded = signature.partition(",")
+        if comma and version in versions:
+            _bytes(SIGNATURE_HEADER, encoded)
+            found[version].append(encoded)
+    if len(found[_ED25519]) > ED25519_SIGNATURES_MAX:
+        why = f"has more than {ED25519_SIGNATURES_MAX} signatures of version {_ED25519}"
+        raise MalformedHeader(SIGNATURE_HEADER, why)
+    if not any(found.values()):
+        wanted = " or ".join(sorted(versions))
+        raise MalformedHeader(SIGNATURE_HEADER, f"has no signature of version {wanted}")
+    return found
+
+
+def _hmac(secret: bytes, signed: bytes) -> str:
+    return base64.b64encode(hmac.digest(secret, signed, "sha256")).decode("ascii")
 
 
 def _bytes(header: str, text: str) -> bytes:

@@ -1,6 +1,7 @@
-"""Tokens of the HTTP API: what they look like, and what they may do.
+"""Tokens: what they look like, and what they may do.
 
-    obx_ and 43 characters of base64url: 256 random bits
+    obx_ and 43 characters of base64url: 256 random bits; for the HTTP API
+    obf_ and as many: for the receiver of one endpoint, to fetch what it was sent
 
 Scopes are exact, none stands for another one.  What is typical:
 
@@ -30,6 +31,7 @@ SECRET_BYTES = 32
 EXPIRES_IN_S_MAX = 3650 * 86400.0
 
 _SECRET = re.compile("obx_[A-Za-z0-9_-]{43}")
+_FETCH_SECRET = re.compile("obf_[A-Za-z0-9_-]{43}")
 # It stands in the journal as `token NAME`.
 _NAME = re.compile("[A-Za-z0-9._-]{1,100}")
 
@@ -76,13 +78,23 @@ def in_order(scopes: Iterable[str]) -> tuple[Scope, ...]:
 
 
 def format_token(random: bytes) -> str:
-    """The secret that these random bytes are."""
-    return "obx_" + base64.urlsafe_b64encode(random).rstrip(b"=").decode()
+    """The secret that these random bytes are, for the API."""
+    return "obx_" + _text(random)
+
+
+def format_fetch_token(random: bytes) -> str:
+    """The secret that these random bytes are, for a receiver."""
+    return "obf_" + _text(random)
 
 
 def is_token(text: str) -> bool:
     """Whether it looks like one, so that nobody need be asked about anything else."""
     return _SECRET.fullmatch(text) is not None
+
+
+def is_fetch_token(text: str) -> bool:
+    """Whether it looks like a receiver's."""
+    return _FETCH_SECRET.fullmatch(text) is not None
 
 
 def digest(secret: str) -> bytes:
@@ -93,3 +105,7 @@ def digest(secret: str) -> bytes:
     secret follows: so there is nothing to compare in constant time.
     """
     return hashlib.sha256(secret.encode()).digest()
+
+
+def _text(random: bytes) -> str:
+    return base64.urlsafe_b64encode(random).rstrip(b"=").decode()

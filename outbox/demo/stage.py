@@ -13,7 +13,7 @@ from outbox.core.retry import RetryPolicy
 from outbox.core.signature import parse_secret
 from outbox.demo.shop import CLERKS
 from outbox.embedded import EmbeddedPostgres
-from outbox.receiver.server import Outcome, Receiver
+from outbox.receiver.development import DevelopmentReceiver, Outcome
 from outbox.relay.child import RelayProcess
 from outbox.store import dsn, endpoint_changes
 from outbox.store.connect import connect
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.receiver.development import Handled
     from outbox.receiver.message import Message
-    from outbox.receiver.server import Handled
     from outbox.store.dsn import Dsn
 
 SCHEMA = "relay"
@@ -67,7 +67,7 @@ class Destination:
     """An endpoint, its receiver, and the receiver's own books."""
 
     plan: Plan
-    receiver: Receiver
+    receiver: DevelopmentReceiver
     processed: list[Delivered] = field(default_factory=list)
     per_lane: dict[str, int] = field(default_factory=dict)
 
@@ -135,7 +135,7 @@ async def stage(seed: int, major: int | None) -> AsyncIterator[Stage]:
 async def _destination(
     stack: AsyncExitStack, control: Connection[Any], plan: Plan, seed: int
 ) -> Destination:
-    receiver = Receiver(
+    receiver = DevelopmentReceiver(
         fail_rate=plan.fail_share,
         rng=random.Random(seed),  # noqa: S311 (a repeatable run is the point)
         refuse=_bad_address if plan.name == "mailer" else None,

@@ -18,10 +18,10 @@ from outbox.errors import DatabaseUnavailable, OutboxError
 from outbox.prove.books import Books
 from outbox.prove.control import Control
 from outbox.prove.fleet import Fleet
-from outbox.prove.forward import forwarding
 from outbox.prove.plan import CONTROL_CONNECTIONS, LANES
 from outbox.prove.producers import Producers
 from outbox.prove.receivers import Receivers
+from outbox.receiver.forwarding import forwarding
 from outbox.store import dsn, endpoint_changes, proving
 from outbox.store.changes import change
 from outbox.store.connect import TROUBLE, connect

@@ -12,11 +12,17 @@ from uuid import UUID
 
 import orjson
 
+from outbox.errors import OutboxError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class BadMessage(ValueError):
+HEADERS = ("X-Delivery", "X-Event", "X-Lane", "X-Sequence", "X-Previous-Sequence")
+"""Each delivery has all of them."""
+
+
+class BadMessage(OutboxError, ValueError):
     """The request is not a delivery; the message is one line."""
 
 
@@ -45,11 +51,21 @@ class Message:
     data: Any
 
 
+def is_delivery(body: bytes) -> bool:
+    """Whether the body is a relay's, whatever the headers say."""
+    if b'"previous_sequence"' not in body:
+        return False
+    try:
+        content = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(content, dict) and {"lane", "sequence", "previous_sequence"} <= set(content)
+
+
 def parse(headers: Mapping[str, str], body: bytes) -> Message:
     """Read a delivery, and check that headers and body agree.
 
-    Names in `headers` are looked up as they stand in the contract: use a
-    mapping that ignores case.
+    Names in `headers` are in lower case, or it is a mapping that ignores case.
 
     Raises:
         BadMessage: it is not a delivery, or they disagree.
@@ -101,7 +117,7 @@ def _replay_of(content: Mapping[str, Any]) -> tuple[str, int] | None:
 
 
 def _delivery_id(headers: Mapping[str, str]) -> str:
-    delivery_id = headers.get("X-Delivery", "")
+    delivery_id = headers.get("x-delivery", "")
     try:
         UUID(delivery_id)
     except ValueError:
@@ -113,7 +129,7 @@ def _delivery_id(headers: Mapping[str, str]) -> str:
 
 
 def _attempt(headers: Mapping[str, str]) -> int | None:
-    text = headers.get("X-Attempt", "")
+    text = headers.get("x-attempt", "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
@@ -124,5 +140,5 @@ def _agree(headers: Mapping[str, str], message: Message) -> None:
         ("X-Sequence", str(message.sequence)),
         ("X-Previous-Sequence", str(message.previous_sequence)),
     ):
-        if headers.get(header) != value:
+        if headers.get(header.lower()) != value:
             raise BadMessage(f"the header {header} does not say what the body says")

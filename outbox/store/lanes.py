@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
@@ -285,7 +285,16 @@ def _delivery(lane: LoadedLane, row: Any) -> Delivery | Gone:
     return delivery_of(lane, row)
 
 
-def delivery_of(lane: LoadedLane, row: Any) -> Delivery:
+class Named(Protocol):
+    """A lane, as far as receivers see it."""
+
+    @property
+    def endpoint_id(self) -> UUID: ...
+    @property
+    def name(self) -> str: ...
+
+
+def delivery_of(lane: Named, row: Any) -> Delivery:
     """A delivery from a row with `EVENT`."""
     replay_of = None
     if row["was_seq"] is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from outbox.core.answer import Answer
 from outbox.core.signature import parse_secret
-from outbox.receiver.server import Receiver
+from outbox.receiver.development import DevelopmentReceiver
 from tests.support.relay import (
     REFUSED,
     Network,
@@ -236,7 +236,7 @@ async def test_draining_delivers_first_and_is_asked_again(database: Database, ap
 
 async def test_a_test_delivery_tells_what_came_back(database: Database, api: Api) -> None:
     secret = (await add_endpoint(database, "shop")).secret
-    async with Receiver(secrets=(parse_secret(secret),)).serve() as url:
+    async with DevelopmentReceiver(secrets=(parse_secret(secret),)).serve() as url:
         await api.ask("PATCH", "/v1/endpoints/shop", {"url": url})
         told = (await api.post("/v1/endpoints/shop/test")).json
     assert (told["outcome"], told["url"]) == ("delivered", url)

@@ -15,7 +15,7 @@ import orjson
 import pytest
 
 from outbox.core.signature import format_secret
-from tests.receiver.deliveries import SECRET, delivery, signed
+from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,6 +155,7 @@ async def test_without_a_secret_it_warns_and_fails_on_demand() -> None:
         (["--fail-rate", "2"], 2, "fail rate: must be between 0 and 1, not 2"),
         (["--fail-rate", "x"], 2, "'x' is not a valid float"),
         (["--latency", "-1"], 2, "--latency: must be between 0 and 3600000 ms, not -1"),
+        (["--forward-to", "localhost:1"], 2, "--forward-to: 'localhost:1' does not begin with"),
         (["--port", "70000"], 2, "is not in the range"),
         (["--host", "192.0.2.1"], 3, "cannot listen on 192.0.2.1:8080"),
     ],
@@ -164,3 +165,18 @@ def test_wrong_usage(outbox: Command, args: list[str], code: int, says: str) -> 
     assert result.code == code
     assert says in result.error
     assert "hunter2" not in result.error
+
+
+async def test_it_passes_deliveries_on_and_answers_what_comes_back() -> None:
+    secret = format_secret(SECRET)
+    with listen(OUTBOX_SECRET=secret) as behind:
+        with listen("--forward-to", behind.url, OUTBOX_SECRET=secret) as before:
+            assert await before.post(1, 2, 2) == [200, 200, 200]
+            assert await before.post(3, secret=OTHER) == [401]
+            code, lines = behind.end()
+            assert code == 0
+            assert "3 requests: 2 accepted, 1 duplicate" in lines[-2]
+            assert await before.post(3) == [502]
+            code, lines = before.end()
+        assert "failed    lane a-1-0 number 3" in lines[-3]
+        assert "the receiver behind answered 502" in lines[-3]

@@ -14,7 +14,7 @@ import pytest
 
 import outbox
 from outbox.core.signature import parse_secret
-from outbox.receiver.server import Handled, Outcome, Receiver
+from outbox.receiver.development import DevelopmentReceiver, Handled, Outcome
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
@@ -81,7 +81,7 @@ async def _kill(
 ) -> None:
     """Kill a relay under load, now and then after another fault."""
     ledger = Ledger()
-    receiver = Receiver(fail_rate=0.05, rng=rng, on_request=ledger.note, from_start=True)
+    receiver = DevelopmentReceiver(fail_rate=0.05, rng=rng, on_request=ledger.note, from_start=True)
     env["OUTBOX_ALLOW_NETWORKS"] = "127.0.0.0/8"
     committed: dict[str, list[int]] = defaultdict(list)
     rolled_back: set[str] = set()
@@ -155,7 +155,7 @@ async def test_sigterm_drains_and_a_second_one_stops_at_once(
 ) -> None:
     env = {"OUTBOX_DSN": database.dsn, "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
     arrived = asyncio.Event()
-    receiver = Receiver(latency_s=30, on_request=None)
+    receiver = DevelopmentReceiver(latency_s=30, on_request=None)
     original = receiver._handle
 
     async def arriving(request: object) -> object:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.receiver.server import Receiver
+from outbox.receiver.development import DevelopmentReceiver
 from tests.support.process import Ended, command_line, environment
 from tests.support.processes import family, running
 from tests.support.waiting import until
@@ -70,7 +70,7 @@ async def test_on_a_database_of_others_only_its_own_schema_comes_and_goes(
     database: Database, seed: int
 ) -> None:
     env = {"OUTBOX_DSN": database.dsn}
-    receiver = Receiver()
+    receiver = DevelopmentReceiver()
     async with receiver.serve() as url:
         words = ("--rate", "50", "--endpoints", "5", "--replicas", "2", "--lease", "1")
         ended = await prove(

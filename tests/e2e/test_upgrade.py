@@ -12,7 +12,7 @@ import pytest
 
 import outbox
 from outbox.core.signature import parse_secret
-from outbox.receiver.server import Handled, Outcome, Receiver
+from outbox.receiver.development import DevelopmentReceiver, Handled, Outcome
 from outbox.store.migrate import migrations
 from tests.support.load import COMMITTED, INSERT
 from tests.support.process import RelayProcess, relay_process
@@ -70,7 +70,7 @@ async def test_relays_are_replaced_one_by_one_beside_a_newer_schema(
         "OUTBOX_LEASE_S": "3",
     }
     got: list[Handled] = []
-    receiver = Receiver(fail_rate=0.02, on_request=got.append, from_start=True, rng=rng)
+    receiver = DevelopmentReceiver(fail_rate=0.02, on_request=got.append, from_start=True, rng=rng)
     stop = asyncio.Event()
 
     async def produce() -> None:

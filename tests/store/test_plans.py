@@ -25,6 +25,7 @@ from outbox.store import (
     dead,
     destinations,
     endpoints,
+    fetching,
     lanes,
     live,
     operational,
@@ -541,6 +542,29 @@ async def _live_events(log: LongLog) -> Case:
     return Case(status.COUNT_EVENTS, (BATCHES - 20, BATCHES), 20, 20, {"batch": NEWEST})
 
 
+# What a receiver fetches: some forty looks by index, and then the page.
+
+
+async def _fetch_batch(log: LongLog) -> Case:
+    return Case(fetching.FIND_BATCH, (log.lanes[7], NUMBERS // 2), 100, 400)
+
+
+async def _fetch_first_batch(log: LongLog) -> Case:
+    return Case(fetching.FIND_BATCH, (log.lanes[7], 1), 100, 400)
+
+
+async def _fetch_lane(log: LongLog) -> Case:
+    return Case(fetching.READ_LANES, (log.endpoints[1], 1, 7, 0, -1, 1), 3000, 1000)
+
+
+async def _fetch_given_up(log: LongLog) -> Case:
+    return Case(fetching.READ_GIVEN_UP, (log.lanes[7], 1, NUMBERS), 100, 100)
+
+
+async def _fetch_previous(log: LongLog) -> Case:
+    return Case(fetching.READ_PREVIOUS, (log.lanes[7], NUMBERS), 100, 100)
+
+
 COMMANDS = {
     case.__name__[1:].replace("_", " "): case
     for case in (
@@ -558,6 +582,11 @@ COMMANDS = {
         _live_states,
         _live_dead_letters,
         _live_events,
+        _fetch_batch,
+        _fetch_first_batch,
+        _fetch_lane,
+        _fetch_given_up,
+        _fetch_previous,
     )
 }
 

@@ -34,7 +34,7 @@ from outbox.web.address import Address
 from outbox.web.serving import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 BODY_BYTES_MAX = 65 * 1024 * 1024
 """The largest payload that can be allowed, and what is around it."""
@@ -112,7 +112,7 @@ class Totals:
         return not (order.missing or order.out_of_order or order.conflicts or self.rejected)
 
 
-class Receiver:
+class DevelopmentReceiver:
     """Takes deliveries at any path; see the top of this module.
 
     `secrets` are the keys that may have signed (none: signatures are not
@@ -121,7 +121,9 @@ class Receiver:
     to take a delivery (422).  `on_request` is called for every request when
     its outcome is known, before the answer is sent.
     `from_start` says that all lanes begin after this receiver, so that a first
-    number other than 1 means that some are missing.
+    number other than 1 means that some are missing.  `forward` passes a request on, and
+    gives the status that came back; anything but 2xx is answered as it is, and the
+    delivery was not taken then.
 
     Raises:
         UsageError: a rate or a time is out of its bounds.
@@ -137,6 +139,7 @@ class Receiver:
         rng: random.Random | None = None,
         refuse: Callable[[Message], str | None] | None = None,
         on_request: Callable[[Handled], None] | None = None,
+        forward: Callable[[Mapping[str, str], bytes], Awaitable[int]] | None = None,
         from_start: bool = False,
         clock: Callable[[], float] = time.time,
         seen_max: int = SEEN_MAX,
@@ -154,6 +157,7 @@ class Receiver:
         self._rng = rng or random.Random()  # noqa: S311  nothing secret hangs on it
         self._refuse = refuse
         self.on_request = on_request
+        self._forward = forward
         self._clock = clock
         self._seen_max = seen_max
         self._seen: OrderedDict[str, None] = OrderedDict()
@@ -214,12 +218,22 @@ class Receiver:
             await asyncio.sleep(self._latency_s)
         if fault is not None and not late:
             handled = Handled(Outcome.FAILED, _STATUS[fault], message, fault=fault)
+        elif refused := await self._not_taken_behind(request, body):
+            self._count(Handled(Outcome.FAILED, refused, message, reason="not taken behind"))
+            return web.Response(status=refused, text=f"the receiver behind answered {refused}\n")
         else:
             # From here to the count nothing awaits, so two copies at once
             # cannot both be the first.
             handled = self._take_in(message, fault)
         self._count(handled)
         return await _answer(request, fault)
+
+    async def _not_taken_behind(self, request: web.Request, body: bytes) -> int | None:
+        """The status of whoever it is passed on to, unless it was taken there."""
+        if self._forward is None:
+            return None
+        status = await self._forward(request.headers, body)
+        return None if 200 <= status < 300 else status
 
     def _draw(self) -> tuple[Fault | None, bool]:
         """Whether and how to fail, and if so, whether after the effect."""

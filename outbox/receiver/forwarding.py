@@ -1,4 +1,4 @@
-"""Passing deliveries on to the user's own receiver."""
+"""Passing deliveries on, as they are, to another receiver."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def forwarding(
     ) as session:
 
         async def forward(headers: Mapping[str, str], body: bytes) -> int:
-            sent = {name: value for name, value in headers.items() if name not in HOPS}
+            sent = {name: value for name, value in headers.items() if name.lower() not in HOPS}
             if secret is not None:
                 now = int(time.time())
                 sent[TIMESTAMP_HEADER] = str(now)

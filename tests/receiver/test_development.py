@@ -10,7 +10,7 @@ import pytest
 from outbox.core.answer import Answer, Failure
 from outbox.core.order import Kind
 from outbox.errors import CannotRun, UsageError
-from outbox.receiver.server import Fault, Handled, Outcome, Receiver
+from outbox.receiver.development import DevelopmentReceiver, Fault, Handled, Outcome
 from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
 from outbox.transport.port import Request
@@ -46,7 +46,7 @@ class Coin(random.Random):
 
 async def test_deliveries_are_verified_counted_and_shown(transport: AiohttpTransport) -> None:
     seen: list[Handled] = []
-    receiver = Receiver([SECRET], on_request=seen.append)
+    receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
         for n in (1, 2, 3):
             answer = await transport.send(request(url, delivery(n)))
@@ -64,18 +64,18 @@ async def test_deliveries_are_verified_counted_and_shown(transport: AiohttpTrans
 
 
 async def test_any_path_and_several_secrets(transport: AiohttpTransport) -> None:
-    async with Receiver([OTHER, SECRET]).serve() as url:
+    async with DevelopmentReceiver([OTHER, SECRET]).serve() as url:
         answer = await transport.send(request(f"{url}some/path?x=1", delivery(1)))
     assert answer.status == 200
 
 
 async def test_without_a_secret_signatures_are_not_looked_at(transport: AiohttpTransport) -> None:
-    async with Receiver().serve() as url:
+    async with DevelopmentReceiver().serve() as url:
         assert (await transport.send(request(url, delivery(1), secret=OTHER))).status == 200
 
 
 async def test_a_copy_is_answered_but_processed_once(transport: AiohttpTransport) -> None:
-    receiver = Receiver([SECRET])
+    receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
         for attempt in (1, 2, 3):
             answer = await transport.send(request(url, delivery(1), attempt=attempt))
@@ -86,7 +86,7 @@ async def test_a_copy_is_answered_but_processed_once(transport: AiohttpTransport
 
 
 async def test_copies_at_once_are_processed_once(transport: AiohttpTransport) -> None:
-    receiver = Receiver([SECRET], latency_s=0.02)
+    receiver = DevelopmentReceiver([SECRET], latency_s=0.02)
     async with receiver.serve() as url:
         await asyncio.gather(*(transport.send(request(url, delivery(1))) for _ in range(10)))
     assert receiver.totals().accepted == 1
@@ -97,7 +97,7 @@ async def test_a_replay_of_what_is_here_closes_its_hole_and_is_dropped(
 ) -> None:
     """The relay gave 2 up although it had arrived, and was told to replay it."""
     seen: list[Handled] = []
-    receiver = Receiver([SECRET], on_request=seen.append)
+    receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
         await transport.send(request(url, delivery(3), previous=1))
@@ -119,7 +119,7 @@ async def test_a_replay_of_what_is_here_closes_its_hole_and_is_dropped(
 async def test_a_lane_that_ended_is_forgotten_and_its_late_copies_are_known(
     transport: AiohttpTransport,
 ) -> None:
-    receiver = Receiver([SECRET], from_start=True)
+    receiver = DevelopmentReceiver([SECRET], from_start=True)
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
         await transport.send(request(url, delivery(2), lane_ends=True))
@@ -134,7 +134,7 @@ async def test_a_lane_that_ended_is_forgotten_and_its_late_copies_are_known(
 
 
 async def test_what_was_seen_longest_ago_is_forgotten(transport: AiohttpTransport) -> None:
-    receiver = Receiver([SECRET], seen_max=2)
+    receiver = DevelopmentReceiver([SECRET], seen_max=2)
     async with receiver.serve() as url:
         for n in (1, 2, 3, 1):
             await transport.send(request(url, delivery(n)))
@@ -146,7 +146,7 @@ async def test_what_was_seen_longest_ago_is_forgotten(transport: AiohttpTranspor
 
 async def test_a_forgery_is_refused_and_changes_nothing(transport: AiohttpTransport) -> None:
     seen: list[Handled] = []
-    receiver = Receiver([SECRET], on_request=seen.append)
+    receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
         forged = await transport.send(request(url, delivery(1), secret=OTHER))
         old = await transport.send(request(url, delivery(1), timestamp=1_700_000_000))
@@ -165,7 +165,7 @@ async def test_a_forgery_is_refused_and_changes_nothing(transport: AiohttpTransp
 async def test_what_a_receiver_never_takes_is_refused_and_not_taken_in(
     transport: AiohttpTransport,
 ) -> None:
-    receiver = Receiver(
+    receiver = DevelopmentReceiver(
         [SECRET], refuse=lambda message: "not even" if message.sequence % 2 else None
     )
     async with receiver.serve() as url:
@@ -183,7 +183,7 @@ async def test_what_a_receiver_never_takes_is_refused_and_not_taken_in(
 
 
 async def test_missing_numbers_show(transport: AiohttpTransport) -> None:
-    receiver = Receiver([SECRET])
+    receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
         await transport.send(request(url, delivery(4), previous=3))
@@ -196,14 +196,14 @@ async def test_a_receiver_that_was_there_first_misses_the_first_ones(
     transport: AiohttpTransport,
 ) -> None:
     for from_start, missing in ((True, 4), (False, 0)):
-        receiver = Receiver([SECRET], from_start=from_start)
+        receiver = DevelopmentReceiver([SECRET], from_start=from_start)
         async with receiver.serve() as url:
             await transport.send(request(url, delivery(5)))
         assert receiver.totals().order.missing == missing
 
 
 async def test_only_posts_are_deliveries(transport: AiohttpTransport) -> None:
-    receiver = Receiver()
+    receiver = DevelopmentReceiver()
     async with receiver.serve() as url:
         answer = await transport.send(Request(url, (), b"", method="PUT"))
     assert (answer.status, dict(answer.headers)["Allow"]) == (405, "POST")
@@ -215,9 +215,9 @@ async def test_only_posts_are_deliveries(transport: AiohttpTransport) -> None:
 
 async def fail(
     transport: AiohttpTransport, fault: Fault, *, late: bool
-) -> tuple[Answer, Handled, Receiver]:
+) -> tuple[Answer, Handled, DevelopmentReceiver]:
     seen: list[Handled] = []
-    receiver = Receiver(
+    receiver = DevelopmentReceiver(
         [SECRET],
         fail_rate=ALWAYS,
         faults=[fault],
@@ -261,7 +261,7 @@ async def test_each_fault_before_and_after_the_effect(
 
 async def test_hanging_lasts_until_the_sender_gives_up(transport: AiohttpTransport) -> None:
     seen: list[Handled] = []
-    receiver = Receiver(
+    receiver = DevelopmentReceiver(
         fail_rate=ALWAYS, faults=[Fault.HANG], rng=Coin(late=True), on_request=seen.append
     )
     async with receiver.serve() as url:
@@ -277,7 +277,9 @@ async def test_hanging_lasts_until_the_sender_gives_up(transport: AiohttpTranspo
 async def test_a_sender_that_tries_again_gets_everything_through_once(
     transport: AiohttpTransport, seed: int
 ) -> None:
-    receiver = Receiver([SECRET], fail_rate=0.5, rng=random.Random(seed), from_start=True)
+    receiver = DevelopmentReceiver(
+        [SECRET], fail_rate=0.5, rng=random.Random(seed), from_start=True
+    )
     async with receiver.serve() as url:
         for n in range(1, 101):
             for attempt in range(1, 1000):
@@ -296,7 +298,7 @@ async def test_the_same_seed_fails_the_same_requests(transport: AiohttpTransport
     runs: list[list[Fault | None]] = []
     for _ in range(2):
         seen: list[Handled] = []
-        receiver = Receiver(fail_rate=0.5, rng=random.Random(7), on_request=seen.append)
+        receiver = DevelopmentReceiver(fail_rate=0.5, rng=random.Random(7), on_request=seen.append)
         async with receiver.serve() as url:
             for n in range(1, 41):
                 await transport.send(request(url, delivery(n)))
@@ -314,20 +316,20 @@ async def test_the_same_seed_fails_the_same_requests(transport: AiohttpTransport
 )
 def test_impossible_settings_are_refused(options: dict[str, float]) -> None:
     with pytest.raises(UsageError):
-        Receiver(**options)  # type: ignore[arg-type]
+        DevelopmentReceiver(**options)  # type: ignore[arg-type]
 
 
 async def test_a_taken_port_is_one_line() -> None:
-    async with Receiver().serve() as url:
+    async with DevelopmentReceiver().serve() as url:
         port = int(url.rsplit(":", 1)[1].strip("/"))
         with pytest.raises(CannotRun, match=f"127.0.0.1:{port}"):
-            async with Receiver().serve(port=port):
+            async with DevelopmentReceiver().serve(port=port):
                 pass
 
 
 async def test_a_hanging_answer_does_not_hold_up_the_end(transport: AiohttpTransport) -> None:
     seen: list[Handled] = []
-    receiver = Receiver(fail_rate=ALWAYS, faults=[Fault.HANG], on_request=seen.append)
+    receiver = DevelopmentReceiver(fail_rate=ALWAYS, faults=[Fault.HANG], on_request=seen.append)
     async with receiver.serve() as url:
         sending = asyncio.create_task(transport.send(request(url, delivery(1))))
         await until(lambda: seen)

@@ -1,0 +1,251 @@
+"""The listener for receivers: what was sent to them, for who lost it or was not there.
+
+    GET /v1/lanes                            how far each lane of the endpoint is
+    GET /v1/lanes/{lane}/deliveries?after=N  what was delivered or given up behind N
+
+A receiver shows its endpoint's fetch token, and sees that endpoint alone.  What it is
+given are whole deliveries, headers and body, signed afresh: whatever verifies and
+processes a delivery that was sent takes one that was fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import structlog
+from aiohttp import web
+
+from outbox.admin import problem
+from outbox.admin.database import Database
+from outbox.admin.failures import FailedLogins
+from outbox.admin.hosts import is_loopback
+from outbox.admin.problem import Kind, Problem
+from outbox.core.request import prepare
+from outbox.core.token import is_fetch_token
+from outbox.errors import NotFound
+from outbox.store import destinations, dsn, fetch_tokens, fetching
+from outbox.web.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from asyncpg import Connection
+
+    from outbox.config import Settings
+    from outbox.store.fetch_tokens import Fetcher
+    from outbox.store.fetching import Fetched, Lane
+    from outbox.web.address import Address
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+    Answering = Callable[[web.Request, Connection[Any], Fetcher], Awaitable[object]]
+
+log = structlog.get_logger("outbox.receivers")
+
+TIMEOUT_S = 30.0
+LIMIT = 100
+HEADERS = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Server": "outbox",
+}
+_CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
+
+
+@asynccontextmanager
+async def running(settings: Settings, address: Address) -> AsyncIterator[Address]:
+    """Serve receivers while the context lasts; yields where it really listens.
+
+    Raises:
+        CannotRun: the address is taken, or not ours.
+    """
+    database = Database(dsn.of(settings), settings)
+    failures = FailedLogins(database)
+    async with database.opened():
+        writing = asyncio.ensure_future(failures.run())
+        try:
+            async with serving(application(database, failures), address) as at:
+                log.info("receivers can fetch", url=at.url)
+                if not is_loopback(address.host):
+                    log.warning(
+                        "receivers can reach this from other machines, and tokens cross in clear; "
+                        "put TLS in front of it"
+                    )
+                yield at
+        finally:
+            writing.cancel()
+            await asyncio.wait([writing])
+
+
+def application(
+    database: Database, failures: FailedLogins, *, clock: Callable[[], float] = time.time
+) -> web.Application:
+    """The listener; `clock` tells epoch seconds, to sign with."""
+    receivers = _Receivers(database, failures, clock)
+    app = web.Application(middlewares=[_problems])
+    app.on_response_prepare.append(_add_headers)
+    app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
+    app.router.add_get("/v1/lanes/{lane}/deliveries", receivers.handler(receivers.deliveries))
+    return app
+
+
+class _Receivers:
+    """Answers who shows a fetch token."""
+
+    def __init__(
+        self, database: Database, failures: FailedLogins, clock: Callable[[], float]
+    ) -> None:
+        self._database = database
+        self._failures = failures
+        self._clock = clock
+
+    def handler(self, answering: Answering) -> Handler:
+        """What answers the requests for a route."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    fetcher = await self._fetcher(request)
+                    async with self._database.connection() as connection:
+                        answer = await answering(request, connection, fetcher)
+            except Exception as error:
+                raise _as_problem(error, request) from error
+            return web.json_response(body=orjson.dumps(answer))
+
+        return handle
+
+    async def lanes(
+        self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
+    ) -> object:
+        """How far each lane is, those of older generations first."""
+        limit = _number(request, "limit", LIMIT, fetching.PAGE_MAX)
+        after = (0, -1)
+        if name := request.query.get("after"):
+            last = await fetching.lane(connection, self._database.schema, fetcher.endpoint_id, name)
+            after = (last.generation, last.slot)
+        found = await fetching.lanes(
+            connection, self._database.schema, fetcher.endpoint_id, after=after, limit=limit
+        )
+        more = len(found) == limit
+        return {"items": [_lane(lane) for lane in found], "next": found[-1].name if more else None}
+
+    async def deliveries(
+        self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
+    ) -> object:
+        """A page of what a lane delivered or gave up."""
+        after = _number(request, "after", 0, fetching.SEQUENCE_MAX)
+        limit = max(1, _number(request, "limit", LIMIT, fetching.PAGE_MAX))
+        schema = self._database.schema
+        lane = await fetching.lane(
+            connection, schema, fetcher.endpoint_id, request.match_info["lane"]
+        )
+        found = await fetching.page(connection, schema, lane, after, limit)
+        endpoints = await destinations.read(connection, [fetcher.endpoint_id])
+        if not endpoints:
+            raise NotFound("the endpoint is removed")
+        now = self._clock()
+        secrets = [secret for secret, until in endpoints[0].secrets if until is None or until > now]
+        last = found[-1].sequence if found else max(after, lane.acknowledged)
+        return _lane(lane) | {
+            # What lies between is not kept any more.
+            "kept_from": found[0].sequence if found else last + 1,
+            "items": [_item(lane, each, int(now), secrets) for each in found],
+            "next": last if last < lane.acknowledged else None,
+        }
+
+    async def _fetcher(self, request: web.Request) -> Fetcher:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        token = token.strip()
+        try:
+            if not scheme:
+                raise _unauthenticated("send Authorization: Bearer TOKEN")
+            if scheme.lower() != "bearer" or not is_fetch_token(token):
+                raise _unauthenticated("this is not a fetch token")
+            async with self._database.login() as connection:
+                found = await fetch_tokens.find(connection, self._database.schema, token)
+            if found is None:
+                raise _unauthenticated("the fetch token is not known, or good no more")
+        except Problem as told:
+            self._failures.note(request.remote or "unknown", told.detail)
+            raise
+        return found
+
+
+def _lane(lane: Lane) -> dict[str, object]:
+    return {
+        "lane": lane.name,
+        "generation": lane.generation,
+        "acknowledged": lane.acknowledged,
+        "last": lane.last,
+        "ended": lane.ended,
+    }
+
+
+def _item(lane: Lane, fetched: Fetched, now: int, secrets: Sequence[bytes]) -> dict[str, object]:
+    item: dict[str, object] = {"sequence": fetched.sequence}
+    if fetched.given_up is not None:
+        item["given_up"] = fetched.given_up
+    if fetched.delivery is None:
+        return item | {"erased": True, "previous_sequence": fetched.previous_sequence}
+    prepared = prepare(
+        fetched.delivery,
+        fetched.previous_sequence,
+        lane_ends=lane.ended and fetched.sequence == lane.last,
+    )
+    # No attempt: nobody tried to deliver it just now.
+    headers = dict(prepared.attempt(0, now, secrets))
+    return item | {"headers": headers, "body": prepared.body.decode()}
+
+
+def _number(request: web.Request, name: str, default: int, most: int) -> int:
+    text = request.query.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+        raise Problem(Kind.INVALID, f"{name}: {text[:40]!r} is not a number from 0 to {most}")
+    return int(text)
+
+
+def _unauthenticated(detail: str) -> Problem:
+    return Problem(
+        Kind.UNAUTHENTICATED, f"{detail}; outbox endpoint fetch-token makes one", _CHALLENGE
+    )
+
+
+def _as_problem(error: Exception, request: web.Request) -> Exception:
+    told = problem.of(error)
+    if told is not None:
+        return told
+    error_id = str(uuid.uuid4())
+    log.error("unexpected error", error_id=error_id, path=request.path, exc_info=error)
+    return Problem(Kind.INTERNAL, f"the log of this relay has it as error {error_id}")
+
+
+@web.middleware
+async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Every error as a problem, aiohttp's own as well."""
+    try:
+        return await handler(request)
+    except Problem as told:
+        answered = told
+    except web.HTTPMethodNotAllowed as error:
+        allowed = ", ".join(sorted(error.allowed_methods))
+        detail = f"{request.path} understands {allowed}"
+        answered = Problem(Kind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed})
+    except web.HTTPNotFound:
+        answered = Problem(Kind.NOT_FOUND, "there is no such path; there is /v1/lanes")
+    return web.Response(
+        body=orjson.dumps(answered.body()),
+        status=answered.kind.status,
+        headers=dict(answered.headers),
+        content_type=problem.MEDIA_TYPE,
+    )
+
+
+async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    for name, value in HEADERS.items():
+        response.headers[name] = value

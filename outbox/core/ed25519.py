@@ -1,0 +1,117 @@
+"""Standard Webhooks 1.0, asymmetric: ed25519 over id, time stamp and body.
+
+The receiver holds a public key, `whpk_…`, with which nobody can sign; the sender's is
+`whsk_…`.  Signatures are of version `v1a`.
+
+Needs `cryptography`, which is looked for when a key is read, not before: most
+receivers share a secret with their sender instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from typing import TYPE_CHECKING
+
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
+
+PUBLIC_PREFIX = "whpk_"
+PRIVATE_PREFIX = "whsk_"
+KEY_BYTES = 32
+PAIR_BYTES = 64
+"""Some print the private key with the public one behind it."""
+
+
+class PublicKey:
+    """Tells whether the holder of its private key signed something."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: Ed25519PublicKey) -> None:
+        self._key = key
+
+    def fits(self, signature: str, signed: bytes) -> bool:
+        """Whether this base64 text is a signature of these bytes."""
+        from cryptography.exceptions import InvalidSignature
+
+        try:
+            self._key.verify(base64.b64decode(signature, validate=True), signed)
+        except (binascii.Error, ValueError, InvalidSignature):
+            return False
+        return True
+
+
+class PrivateKey:
+    """Signs as a sender would that has no secret in common with its receivers."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+
+    def sign(self, signed: bytes) -> str:
+        """The signature of these bytes, in base64."""
+        return base64.b64encode(self._key.sign(signed)).decode("ascii")
+
+    @property
+    def public_text(self) -> str:
+        """Its public key as receivers are given it, `whpk_…`."""
+        return PUBLIC_PREFIX + base64.b64encode(self._key.public_key().public_bytes_raw()).decode()
+
+
+def parse_public_key(text: str) -> PublicKey:
+    """The key inside `whpk_…`.
+
+    Raises:
+        UsageError: it is not one, or `cryptography` is not installed.
+    """
+    key = _key(text, PUBLIC_PREFIX, (KEY_BYTES,))
+    with _Cryptography():
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+        return PublicKey(Ed25519PublicKey.from_public_bytes(key))
+
+
+def parse_private_key(text: str) -> PrivateKey:
+    """The key inside `whsk_…`.
+
+    Raises:
+        UsageError: it is not one, or `cryptography` is not installed; the message
+            never shows the key.
+    """
+    key = _key(text, PRIVATE_PREFIX, (KEY_BYTES, PAIR_BYTES))
+    with _Cryptography():
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        return PrivateKey(Ed25519PrivateKey.from_private_bytes(key[:KEY_BYTES]))
+
+
+class _Cryptography:
+    """Says in one line what to install where it is missing."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        if kind is not None and issubclass(kind, ImportError):
+            raise UsageError(
+                "key: ed25519 needs cryptography: pip install 'outbox-relay[ed25519]'"
+            ) from None
+
+
+def _key(text: str, prefix: str, sizes: tuple[int, ...]) -> bytes:
+    wanted = f"must be {prefix!r}, followed by {' or '.join(map(str, sizes))} bytes in base64"
+    encoded = text.removeprefix(prefix)
+    try:
+        key = base64.b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
+    except (binascii.Error, ValueError):
+        raise UsageError(f"key: {wanted}") from None
+    if encoded == text or len(key) not in sizes:
+        raise UsageError(f"key: {wanted}")
+    return key

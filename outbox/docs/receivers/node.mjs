@@ -1,0 +1,110 @@
+// Accounts that events move: Node alone, without a library of anybody's.
+//
+//     OUTBOX_SECRET=whsec_… PORT=9000 node node.mjs
+//
+// What it knows is in memory, so that this file stays one: in your receiver `seen` and
+// `lanes` are tables of the database that has the accounts, written in its transaction.
+
+import { createHmac, timingSafeEqual } from "node:crypto";
+import { createServer } from "node:http";
+
+const secret = Buffer.from(process.env.OUTBOX_SECRET.replace(/^whsec_/, ""), "base64");
+const TOLERANCE_S = 300;
+const BODY_BYTES_MAX = 1024 * 1024;
+
+const accounts = new Map();
+const processed = [];
+const seen = new Set(); // X-Delivery values
+const lanes = new Map(); // the highest number of each lane
+
+class Refused extends Error {
+  constructor(status, why) {
+    super(why);
+    this.status = status;
+  }
+}
+
+// Standard Webhooks 1.0: HMAC-SHA256 of id, time and body.
+function verify(headers, body) {
+  const id = headers["webhook-id"];
+  const time = headers["webhook-timestamp"];
+  const signatures = headers["webhook-signature"];
+  if (!id || !time || !signatures || id.includes(".")) throw new Refused(401, "not signed");
+  if (!/^[0-9]{1,15}$/.test(time)) throw new Refused(401, "not a time");
+  if (Math.abs(Date.now() / 1000 - Number(time)) > TOLERANCE_S) throw new Refused(401, "too old");
+  const expected = createHmac("sha256", secret).update(`${id}.${time}.`).update(body).digest();
+  const fits = signatures
+    .split(" ")
+    .filter((each) => each.startsWith("v1,"))
+    .map((each) => Buffer.from(each.slice(3), "base64"))
+    .some((given) => given.length === expected.length && timingSafeEqual(given, expected));
+  if (!fits) throw new Refused(401, "no signature fits");
+}
+
+// Only the body is signed: headers that say something else were changed on their way.
+function read(headers, body) {
+  let delivery;
+  try {
+    delivery = JSON.parse(new TextDecoder("utf-8", { fatal: true }).decode(body));
+  } catch {
+    throw new Refused(400, "not JSON");
+  }
+  const { id, type, lane, sequence, previous_sequence: previous } = delivery ?? {};
+  if (
+    typeof id !== "string" ||
+    typeof type !== "string" ||
+    typeof lane !== "string" ||
+    !Number.isSafeInteger(sequence) ||
+    !Number.isSafeInteger(previous) ||
+    !(0 <= previous && previous < sequence)
+  )
+    throw new Refused(400, "not a delivery");
+  const said = {
+    "x-event": id,
+    "x-lane": lane,
+    "x-sequence": String(sequence),
+    "x-previous-sequence": String(previous),
+    "x-delivery": headers["webhook-id"],
+  };
+  for (const [name, value] of Object.entries(said))
+    if (headers[name] !== value) throw new Refused(400, `${name} contradicts the body`);
+  return delivery;
+}
+
+function take(deliveryId, delivery) {
+  const { lane, sequence, previous_sequence: previous } = delivery;
+  const high = lanes.get(lane) ?? previous; // The first one of a lane: it was joined here.
+  if (previous > high) console.warn(`lane ${lane}: ${high + 1} to ${previous} are missing`);
+  lanes.set(lane, Math.max(high, sequence));
+  if (seen.has(deliveryId)) return;
+  seen.add(deliveryId);
+  if (delivery.type === "account.moved") {
+    const { account, cents } = delivery.data;
+    accounts.set(account, (accounts.get(account) ?? 0) + cents);
+  }
+  processed.push(delivery.id);
+}
+
+createServer((request, response) => {
+  const answer = (status, text, headers = {}) => response.writeHead(status, headers).end(text);
+  if (request.url === "/processed") return answer(200, JSON.stringify(processed));
+  if (request.method !== "POST") return answer(405, "send deliveries by POST\n", { Allow: "POST" });
+  const chunks = [];
+  let size = 0;
+  request.on("data", (chunk) => {
+    size += chunk.length;
+    if (size <= BODY_BYTES_MAX) chunks.push(chunk);
+    else if (!response.headersSent) answer(413, "too large\n", { Connection: "close" });
+  });
+  request.on("end", () => {
+    if (response.headersSent) return;
+    try {
+      const body = Buffer.concat(chunks);
+      verify(request.headers, body);
+      take(request.headers["x-delivery"], read(request.headers, body));
+      answer(200, "ok\n");
+    } catch (error) {
+      answer(error.status ?? 500, `${error.status ? error.message : "failed"}\n`);
+    }
+  });
+}).listen(Number(process.env.PORT ?? 9000), "127.0.0.1");

@@ -1,0 +1,1 @@
+"""The same receiver behind each kind of web server.  Nothing is decided here."""

@@ -1,0 +1,77 @@
+"""WSGI: Flask, Django, or any server alone.
+
+app.wsgi_app = Middleware(app.wsgi_app, receiver, "/hooks")                   Flask
+application = Middleware(get_wsgi_application(), receiver, "/hooks")          Django
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from outbox.errors import UsageError
+from outbox.receiver.receivers import Receiver
+from outbox.receiver.requests import Answer, Request, not_post, rejected, too_large
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import TypeAlias
+
+    Environ: TypeAlias = Mapping[str, Any]
+    StartResponse: TypeAlias = Callable[..., Any]
+    App: TypeAlias = Callable[[Any, Any], Iterable[bytes]]
+
+
+class WSGI:
+    """An application that takes deliveries at every path.
+
+    Raises:
+        UsageError: the receiver needs asyncio.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        if not isinstance(receiver, Receiver):
+            raise UsageError("receiver: WSGI works in threads; use Receiver, not AsyncReceiver")
+        self._receiver = receiver
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        """Answer one request."""
+        answer = self._answer(environ)
+        phrase = HTTPStatus(answer.status).phrase
+        start_response(f"{answer.status} {phrase}", list(answer.all_headers))
+        return [answer.body]
+
+    def _answer(self, environ: Environ) -> Answer:
+        if environ["REQUEST_METHOD"] != "POST":
+            return not_post()
+        bytes_max = self._receiver.body_bytes_max
+        length = environ.get("CONTENT_LENGTH") or ""
+        if length.isascii() and length.isdigit():
+            if int(length) > bytes_max:
+                return too_large(bytes_max)
+            body = environ["wsgi.input"].read(int(length))
+        elif environ.get("wsgi.input_terminated"):
+            body = environ["wsgi.input"].read(bytes_max + 1)
+        else:
+            return rejected(411, "the header Content-Length is missing")
+        # Servers decode header bytes as Latin-1 (PEP 3333).
+        headers = [
+            (name[5:].replace("_", "-"), value.encode("latin-1").decode("utf-8", "surrogateescape"))
+            for name, value in environ.items()
+            if name.startswith("HTTP_")
+        ]
+        return self._receiver.handle(Request("POST", headers, body))
+
+
+class Middleware:
+    """An application with deliveries taken at one path, and the rest as it was."""
+
+    def __init__(self, app: App, receiver: Receiver, path: str) -> None:
+        self._app = app
+        self._deliveries = WSGI(receiver)
+        self._path = path
+
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        """Answer what was sent to the path, and pass on the rest."""
+        path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
+        return (self._deliveries if path == self._path else self._app)(environ, start_response)

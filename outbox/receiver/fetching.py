@@ -1,0 +1,183 @@
+"""Asking a relay for what a lane delivered: `outbox relay --receivers HOST:PORT`.
+
+What comes back are whole deliveries, signed afresh, so that nothing here need be
+believed: each goes the way of one that was sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import orjson
+
+from outbox.errors import CannotRun, UsageError
+from outbox.receiver.requests import Request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator, Mapping
+
+TIMEOUT_S = 30.0
+PAGE = 100
+ANSWER_BYTES_MAX = 256 * 1024 * 1024
+
+
+class CannotFetch(CannotRun):
+    """The relay could not be asked, or did not answer as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStanding:
+    """How far a lane is, as its sender has it."""
+
+    lane: str
+    acknowledged: int
+    """Up to here everything was delivered or given up."""
+    generation: int = 1
+    """It rises when the lanes of an endpoint are made anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One number of a lane."""
+
+    sequence: int
+    given_up: bool
+    request: Request | None
+    """The delivery; None: its event was erased."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some numbers of a lane, in order."""
+
+    kept_from: int
+    """What is below, and was asked for, is not kept any more."""
+    items: tuple[Item, ...]
+    acknowledged: int
+    next: int | None
+    """Behind which number the next page begins; None: this is the last one."""
+
+
+class Source(Protocol):
+    """What a receiver fetches from."""
+
+    def lanes(self) -> Iterator[LaneStanding]: ...
+    def lanes_async(self) -> AsyncIterator[LaneStanding]: ...
+    def page(self, lane: str, after: int) -> Page: ...
+    async def page_async(self, lane: str, after: int) -> Page: ...
+
+
+class Fetch:
+    """Where to fetch, and as whom.
+
+    Args:
+        url: of the relay's listener for receivers.
+        token: of the endpoint, from `outbox endpoint fetch-token`.
+        timeout_s: for a page, in seconds.
+
+    Raises:
+        UsageError: the URL is none.
+    """
+
+    def __init__(self, url: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+            raise UsageError(f"fetch: {url!r} is no http or https URL")
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        self._timeout_s = timeout_s
+
+    def lanes(self) -> Iterator[LaneStanding]:
+        """How far each lane of the endpoint is.
+
+        Raises:
+            CannotFetch: the relay does not answer.
+        """
+        after: str | None = ""
+        while after is not None:
+            answer = self._get("/v1/lanes", {"after": after} if after else {})
+            yield from map(_standing, answer["items"])
+            after = answer["next"]
+
+    async def lanes_async(self) -> AsyncIterator[LaneStanding]:
+        """The same for asyncio."""
+        after: str | None = ""
+        while after is not None:
+            answer = await self._get_async("/v1/lanes", {"after": after} if after else {})
+            for item in answer["items"]:
+                yield _standing(item)
+            after = answer["next"]
+
+    def page(self, lane: str, after: int) -> Page:
+        """What was delivered or given up behind a number.
+
+        Raises:
+            CannotFetch: the relay does not answer, or has no such lane.
+        """
+        return _page(self._get(_path(lane), {"after": str(after), "limit": str(PAGE)}))
+
+    async def page_async(self, lane: str, after: int) -> Page:
+        """The same for asyncio."""
+        query = {"after": str(after), "limit": str(PAGE)}
+        return _page(await self._get_async(_path(lane), query))
+
+    async def _get_async(self, path: str, query: Mapping[str, str]) -> Any:
+        # In a thread: few are asked, seldom, and no client need be kept for it.
+        return await asyncio.to_thread(self._get, path, query)
+
+    def _get(self, path: str, query: Mapping[str, str]) -> Any:
+        asked = urllib.request.Request(  # noqa: S310 (http or https, see __init__)
+            f"{self._url}{path}?{urllib.parse.urlencode(query)}", headers=self._headers
+        )
+        try:
+            with _OPENER.open(asked, timeout=self._timeout_s) as answer:
+                return orjson.loads(answer.read(ANSWER_BYTES_MAX))
+        except urllib.error.HTTPError as error:
+            with error:
+                raise CannotFetch(f"the relay at {self._url} answers: {_detail(error)}") from None
+        except (OSError, ValueError) as error:
+            raise CannotFetch(f"the relay at {self._url} cannot be asked: {error}") from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would carry the token to whoever is named there."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+# No proxy of the environment's: the relay is named, and the token is for it.
+_OPENER = urllib.request.build_opener(_NoRedirects, urllib.request.ProxyHandler({}))
+
+
+def _path(lane: str) -> str:
+    return f"/v1/lanes/{urllib.parse.quote(lane, safe='')}/deliveries"
+
+
+def _standing(item: Mapping[str, Any]) -> LaneStanding:
+    return LaneStanding(item["lane"], item["acknowledged"], item["generation"])
+
+
+def _page(answer: Mapping[str, Any]) -> Page:
+    items = tuple(
+        Item(
+            item["sequence"],
+            "given_up" in item,
+            Request("POST", item["headers"], item["body"].encode()) if "body" in item else None,
+        )
+        for item in answer["items"]
+    )
+    return Page(answer["kept_from"], items, answer["acknowledged"], answer["next"])
+
+
+def _detail(error: urllib.error.HTTPError) -> str:
+    try:
+        told = json.loads(error.read(10_000))
+        return f"{error.code}, {told['detail']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return str(error.code)

@@ -1,0 +1,74 @@
+"""`outbox conform`: a line for each case, a verdict, and vectors for other languages."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import TYPE_CHECKING
+
+import orjson
+import pytest
+
+from outbox.cli import conform
+from outbox.core.signature import format_secret
+from outbox.receiver import verify
+from tests.cli.test_listen import listen
+from tests.receiver.deliveries import SECRET
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+
+TEXT = format_secret(SECRET)
+
+
+async def test_a_receiver_is_graded_case_by_case(outbox: Command) -> None:
+    with listen(OUTBOX_SECRET=TEXT) as receiver:
+        result = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
+        told = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT, "--json")
+    assert result.code == 0
+    assert "  ok      a copy\n" in result.out
+    assert "cases passed: it conforms" in result.out
+    assert "was not seen; see --processed" in result.out
+    answer = orjson.loads(told.out)
+    assert answer["cases"] == len(answer["grades"]) > 40
+
+
+async def test_one_that_looks_at_no_signature_fails(outbox: Command) -> None:
+    with listen() as receiver:
+        result = await asyncio.to_thread(outbox, "conform", receiver.url, "--secret", TEXT)
+    assert result.code == 1
+    assert "  failed  another secret: step 2 of 3: expected 4xx, got 200\n" in result.out
+    assert "          (anybody can make events happen)\n" in result.out
+    assert "it does not conform" in result.out
+
+
+def test_vectors_hold(outbox: Command) -> None:
+    result = outbox("conform", "--vectors")
+    assert result.code == 0
+    answer = orjson.loads(result.out)
+    first = answer["cases"][0]["steps"][0]
+    body = base64.b64decode(first["body"])
+    verified = verify(first["headers"], body, answer["secret"], now=answer["now"])
+    assert verified.message is not None
+    assert answer == orjson.loads(outbox("conform", "--vectors").out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([], 2, "say where the receiver listens"),
+        (["x"], 2, "does not begin with http"),
+        (["http://127.0.0.1:9/"], 2, "--secret"),
+        (["http://127.0.0.1:9/", "--secret", "x"], 2, "secret: must start with"),
+        (["http://127.0.0.1:9/", "--secret", TEXT], 3, "nobody answers at http://127.0.0.1:9/"),
+    ],
+)
+def test_wrong_usage(outbox: Command, arguments: list[str], code: int, says: str) -> None:
+    result = outbox("conform", *arguments)
+    assert result.code == code
+    assert says in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_the_secret_that_nobody_has_is_one() -> None:
+    assert conform.OTHER_SECRET.startswith("whsec_")

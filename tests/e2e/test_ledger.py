@@ -1,0 +1,138 @@
+"""A ledger, exact to the cent, though relay and receiver are killed all the time.
+
+The receiver is the guide's, a process with a database of its own: events move the
+balances of its accounts.  `--ledger-seconds 60` is the long run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import AsyncExitStack, suppress
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+import outbox
+from tests.e2e.test_receivers import Process
+from tests.support.process import outbox as command
+from tests.support.process import relay_process
+from tests.support.relay import all_ended, exceptions
+
+if TYPE_CHECKING:
+    import random
+    from pathlib import Path
+
+    from tests.support.postgres import Database, Server
+    from tests.support.process import RelayProcess
+
+pytestmark = pytest.mark.one_major
+
+ACCOUNTS = 50
+PER_S, AT_ONCE = 500, 5
+"""Events each second, and in one transaction."""
+KILL_EVERY_S = (0.5, 2.5)
+
+
+async def test_a_ledger_is_exact_though_both_ends_are_killed(
+    database: Database,
+    server: Server,
+    rng: random.Random,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
+) -> None:
+    seconds: float = pytestconfig.getoption("--ledger-seconds")
+    env = {"OUTBOX_DSN": database.dsn}
+    async with AsyncExitStack() as stack:
+        theirs = await stack.enter_async_context(server.database(migrated=False))
+        receiver = Process("fastapi_postgres.py", theirs.dsn, tmp_path)
+        stack.push_async_callback(receiver.kill)
+        await receiver.start()
+        await _add_endpoint(env, receiver)
+        await receiver.answers()
+        relay = await stack.enter_async_context(relay_process(env, tmp_path / "relay.log"))
+        stop = asyncio.Event()
+        async with database.connection() as producer, asyncio.TaskGroup() as tasks:
+            killing = tasks.create_task(_kill(relay, receiver, rng, stop))
+            wanted, events = await _produce(producer, rng, seconds)
+            stop.set()
+        await receiver.answers()
+        await all_ended(database, timeout_s=120)
+        async with theirs.connection() as db:
+            balances = dict(await db.fetch("SELECT id, cents FROM account WHERE cents <> 0"))
+            processed = await db.fetchval("SELECT count(*) FROM processed")
+            lanes = await db.fetch("SELECT lane, missing, holes FROM outbox_lane")
+    assert balances == {account: cents for account, cents in wanted.items() if cents}
+    assert processed == events
+    assert [(row["missing"], row["holes"]) for row in lanes] == [("[]", "[]")] * 4
+    assert await exceptions(database) == {}
+    print(f"{events} events, {killing.result()} kills")
+    assert events >= seconds * PER_S / 4, "so slow that little was shown"
+
+
+async def _add_endpoint(env: dict[str, str], receiver: Process) -> None:
+    url = f"{receiver.url}/hooks"
+    allowed = env | {"OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8"}
+    added = await command("endpoint", "add", "shop", url, "--lanes", "4", "--json", env=allowed)
+    assert added.code == 0, added.stderr
+    receiver.secret = added.json["secret"]
+    connection = await asyncpg.connect(env["OUTBOX_DSN"])
+    try:
+        # What comes while the receiver is away is tried again soon, and never given up.
+        await connection.execute(
+            "UPDATE relay.endpoint SET retry = retry || "
+            """'{"base_s": 0.02, "cap_s": 0.3, "attempts_max": 10000}'"""
+        )
+    finally:
+        await connection.close()
+    await receiver.kill()
+    await receiver.start()
+
+
+async def _produce(producer: Any, rng: random.Random, seconds: float) -> tuple[dict[int, int], int]:
+    """Move cents about in transactions, of which some roll back; the balances and events."""
+    wanted = dict.fromkeys(range(ACCOUNTS), 0)
+    events = 0
+    started = time.monotonic()
+    while (elapsed := time.monotonic() - started) < seconds:
+        if events > elapsed * PER_S:
+            await asyncio.sleep(AT_ONCE / PER_S)
+            continue
+        moves = [(rng.randrange(ACCOUNTS), rng.randrange(-5000, 5001)) for _ in range(AT_ONCE)]
+        transaction = producer.transaction()
+        await transaction.start()
+        for account, cents in moves:
+            data = {"account": account, "cents": cents}
+            await outbox.publish(producer, "account.moved", data, key=f"account-{account}")
+        if rng.random() < 0.1:
+            await transaction.rollback()
+            continue
+        await transaction.commit()
+        events += AT_ONCE
+        for account, cents in moves:
+            wanted[account] += cents
+    return wanted, events
+
+
+async def _kill(
+    relay: RelayProcess, receiver: Process, rng: random.Random, stop: asyncio.Event
+) -> int:
+    """Now one of them, now the other, and sometimes both; both are back in the end."""
+    kills = 0
+    while True:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(rng.uniform(*KILL_EVERY_S)):
+                await stop.wait()
+                return kills
+        whom = rng.choice(["relay", "receiver", "both"])
+        if whom != "receiver":
+            await relay.end(signal.SIGKILL)
+            kills += 1
+        if whom != "relay":
+            await receiver.kill()
+            await receiver.start()
+            kills += 1
+        if whom != "receiver":
+            await relay.start()

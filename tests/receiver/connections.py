@@ -1,0 +1,288 @@
+"""One way to open a transaction on every driver that an inbox knows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import sqlite3
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outbox.receiver.inbox.memory import MemoryDatabase
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from pathlib import Path
+
+    from django.db.backends.postgresql.base import DatabaseWrapper
+
+    from outbox.receiver.inbox.inbox import Inbox
+    from outbox.receiver.inbox.taking import Taken
+    from outbox.receiver.message import Message
+
+
+class Transaction(Protocol):
+    """An inbox and an effect in one transaction of some driver."""
+
+    async def take(self, message: Message, **how: Any) -> Taken: ...
+    async def newest(self, key: str, message: Message) -> bool: ...
+    async def execute(self, sql: str) -> None: ...
+    async def call(self, name: str, *arguments: Any) -> Any: ...
+
+
+class OfAsync:
+    def __init__(self, inbox: Inbox, connection: Any, execute: Callable[[str], Any]) -> None:
+        self._inbox, self._connection, self._execute = inbox, connection, execute
+
+    async def take(self, message: Message, **how: Any) -> Taken:
+        return await self._inbox.take_async(self._connection, message, **how)
+
+    async def newest(self, key: str, message: Message) -> bool:
+        return await self._inbox.newest_async(self._connection, key, message)
+
+    async def execute(self, sql: str) -> None:
+        await self._execute(sql)
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        return await getattr(self._inbox, f"{name}_async")(self._connection, *arguments)
+
+
+class OfThread:
+    """Runs in threads, so that one that waits for a lock does not stop the test."""
+
+    def __init__(self, inbox: Inbox, connection: Any, execute: Callable[[str], Any]) -> None:
+        self._inbox, self._connection, self._execute = inbox, connection, execute
+
+    async def take(self, message: Message, **how: Any) -> Taken:
+        return await asyncio.to_thread(self._inbox.take, self._connection, message, **how)
+
+    async def newest(self, key: str, message: Message) -> bool:
+        return await asyncio.to_thread(self._inbox.newest, self._connection, key, message)
+
+    async def execute(self, sql: str) -> None:
+        await asyncio.to_thread(self._execute, sql)
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._inbox, name), self._connection, *arguments)
+
+
+class Opener:
+    """Transactions of one driver on one database."""
+
+    def __init__(self, inbox: Inbox, dsn: str, file: Path) -> None:
+        self.inbox, self.dsn, self.file = inbox, dsn, file
+
+    def transaction(self) -> contextlib.AbstractAsyncContextManager[Transaction]:
+        raise NotImplementedError
+
+    async def prepare(self) -> None:
+        """Make the tables."""
+        async with self.transaction() as transaction:
+            await transaction.call("create")
+            await transaction.execute("CREATE TABLE IF NOT EXISTS effect (number bigint)")
+
+
+class Asyncpg(Opener):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        import asyncpg
+
+        connection = await asyncpg.connect(self.dsn)
+        try:
+            async with connection.transaction():
+                yield OfAsync(self.inbox, connection, connection.execute)
+        finally:
+            await connection.close()
+
+
+class AsyncpgPool(Opener):
+    """A pool's connections are proxies."""
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        import asyncpg
+
+        async with (
+            asyncpg.create_pool(self.dsn, min_size=1, max_size=1) as pool,
+            pool.acquire() as connection,
+            connection.transaction(),
+        ):
+            yield OfAsync(self.inbox, connection, connection.execute)
+
+
+class PsycopgAsync(Opener):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        import psycopg
+        from psycopg.rows import dict_row
+
+        # What an application chose for its own rows is no concern of the inbox.
+        connection = await psycopg.AsyncConnection.connect(self.dsn, row_factory=dict_row)
+        async with connection:
+            yield OfAsync(self.inbox, connection, connection.execute)
+
+
+class Psycopg(Opener):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        import psycopg
+        from psycopg.rows import dict_row
+
+        with psycopg.Connection.connect(self.dsn, row_factory=dict_row) as connection:
+            yield OfThread(self.inbox, connection, connection.execute)
+
+
+class SQLAlchemyAsync(Opener):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        from sqlalchemy import text
+        from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+        engine = create_async_engine(self.dsn.replace("postgresql:", "postgresql+asyncpg:"))
+        try:
+            async with AsyncSession(engine) as session, session.begin():
+                yield OfAsync(self.inbox, session, lambda sql: session.execute(text(sql)))
+        finally:
+            await engine.dispose()
+
+
+class SQLAlchemyConnection(Opener):
+    def engine(self) -> Any:
+        from sqlalchemy import create_engine
+
+        return create_engine(self.dsn.replace("postgresql:", "postgresql+psycopg:"))
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        from sqlalchemy import text
+
+        engine = self.engine()
+        try:
+            with engine.begin() as connection:
+                yield OfThread(self.inbox, connection, lambda sql: connection.execute(text(sql)))
+        finally:
+            engine.dispose()
+
+
+class SQLAlchemySQLite(SQLAlchemyConnection):
+    def engine(self) -> Any:
+        from sqlalchemy import create_engine
+
+        arguments = {"check_same_thread": False}
+        return create_engine(f"sqlite:///{self.file}", connect_args=arguments)
+
+
+class SQLAlchemySession(SQLAlchemyConnection):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        from sqlalchemy import text
+        from sqlalchemy.orm import Session
+
+        engine = self.engine()
+        try:
+            with Session(engine) as session, session.begin():
+                yield OfThread(self.inbox, session, lambda sql: session.execute(text(sql)))
+        finally:
+            engine.dispose()
+
+
+class SQLite(Opener):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        connection = sqlite3.connect(
+            self.file, timeout=30, isolation_level=None, check_same_thread=False
+        )
+        try:
+            await asyncio.to_thread(connection.execute, "BEGIN IMMEDIATE")
+            yield OfThread(self.inbox, connection, connection.execute)
+        except BaseException:
+            connection.execute("ROLLBACK")
+            raise
+        else:
+            connection.execute("COMMIT")
+        finally:
+            connection.close()
+
+
+class Django(Opener):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        import django
+        import django.conf
+        from django.db.utils import ConnectionHandler
+        from psycopg.conninfo import conninfo_to_dict
+
+        if not django.conf.settings.configured:
+            django.conf.settings.configure()
+            django.setup()
+        parts = conninfo_to_dict(self.dsn)
+        settings = {
+            "default": {
+                "ENGINE": "django.db.backends.postgresql",
+                "NAME": parts["dbname"],
+                "USER": parts.get("user", ""),
+                "HOST": parts.get("host", ""),
+                "PORT": str(parts.get("port", "")),
+            }
+        }
+        connection: DatabaseWrapper = ConnectionHandler(settings)["default"]
+        connection.inc_thread_sharing()
+
+        def execute(sql: str) -> None:
+            with connection.cursor() as cursor:
+                cursor.execute(sql)
+
+        # It refuses to work where a loop runs.
+        await asyncio.to_thread(connection.set_autocommit, False)
+        try:
+            yield OfThread(self.inbox, connection, execute)
+            await asyncio.to_thread(connection.commit)
+        finally:
+            await asyncio.to_thread(connection.close)
+
+
+class AsyncMemory(Opener):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.database = MemoryDatabase()
+        self.effects: list[int] = []
+
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        done: list[int] = []
+
+        async def execute(sql: str) -> None:
+            done.extend(int(n) for n in re.findall(r"VALUES \((\d+)\)", sql))
+
+        async with self.database.transaction_async() as transaction:
+            yield OfAsync(self.inbox, transaction, execute)
+        self.effects.extend(done)
+
+
+class Memory(AsyncMemory):
+    @contextlib.asynccontextmanager
+    async def transaction(self) -> AsyncIterator[Transaction]:
+        done: list[int] = []
+
+        def execute(sql: str) -> None:
+            done.extend(int(n) for n in re.findall(r"VALUES \((\d+)\)", sql))
+
+        with self.database.transaction() as transaction:
+            yield OfThread(self.inbox, transaction, execute)
+        self.effects.extend(done)
+
+
+OPENERS = (
+    AsyncMemory,
+    Memory,
+    Asyncpg,
+    AsyncpgPool,
+    PsycopgAsync,
+    Psycopg,
+    SQLAlchemyAsync,
+    SQLAlchemyConnection,
+    SQLAlchemySession,
+    SQLAlchemySQLite,
+    SQLite,
+    Django,
+)

@@ -1,0 +1,224 @@
+"""An inbox takes each event once, whichever driver its application has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.order import Kind, State
+from outbox.receiver.inbox.inbox import Inbox
+from outbox.receiver.inbox.taking import Outcome
+from outbox.receiver.message import Message, parse
+from tests.receiver.connections import OPENERS, AsyncMemory, Opener, SQLAlchemySQLite, SQLite
+from tests.receiver.deliveries import delivery, signed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.support.postgres import Database
+
+
+DAY = delivery(1).published_at
+
+
+def message(seq: int, previous: int | None = None, **changes: Any) -> Message:
+    lane_ends = changes.pop("lane_ends", False)
+    return parse(*signed(delivery(seq, **changes), previous=previous, lane_ends=lane_ends))
+
+
+@pytest.fixture(params=OPENERS, ids=lambda kind: kind.__name__)
+async def opener(request: pytest.FixtureRequest, database: Database, tmp_path: Path) -> Opener:
+    kind: type[Opener] = request.param
+    opened = kind(Inbox(), database.dsn, tmp_path / "inbox.sqlite")
+    await opened.prepare()
+    return opened
+
+
+def effect(number: int) -> str:
+    return f"INSERT INTO effect VALUES ({number})"
+
+
+async def effects(opener: Opener, database: Database) -> list[int]:
+    if isinstance(opener, AsyncMemory):
+        return sorted(opener.effects)
+    if isinstance(opener, (SQLite, SQLAlchemySQLite)):
+        import sqlite3
+
+        with sqlite3.connect(opener.file) as connection:
+            rows = connection.execute("SELECT number FROM effect ORDER BY number").fetchall()
+        connection.close()
+        return [n for (n,) in rows]
+    async with database.connection() as db:
+        return [row["number"] for row in await db.fetch("SELECT * FROM effect ORDER BY 1")]
+
+
+async def test_each_event_is_taken_once_whatever_comes(opener: Opener, database: Database) -> None:
+    came = []
+    for what in (
+        message(1),
+        message(2),
+        message(2),
+        message(5, 3),  # 3 is missing, 4 was given up.
+        message(3),
+        message(1),
+        message(6, replay_of=("a-1-0", 4), outbox_id=4, event_id=delivery(4).event_id),
+        message(7, replay_of=("a-1-0", 2), outbox_id=2, event_id=delivery(2).event_id),
+        message(8, lane_ends=True),
+    ):
+        async with opener.transaction() as transaction:
+            taken = await transaction.take(what)
+            if taken.fresh:
+                await transaction.execute(effect(what.sequence))
+            assert taken.observation is not None
+            came.append((what.sequence, taken.outcome, taken.observation.kind))
+            seen = taken.observation
+        if what.sequence == 5:
+            assert (seen.missing, seen.holes) == (((3, 3),), ((4, 4),))
+        if what.sequence == 3:
+            assert seen.was is State.MISSING
+        if what.sequence == 6:
+            assert seen.closed is State.HOLE
+    fresh, again = Outcome.FRESH, Outcome.DUPLICATE
+    assert came == [
+        (1, fresh, Kind.IN_ORDER),
+        (2, fresh, Kind.IN_ORDER),
+        (2, again, Kind.DUPLICATE),
+        (5, fresh, Kind.GAP),
+        (3, fresh, Kind.OLD),
+        (1, again, Kind.DUPLICATE),
+        (6, fresh, Kind.IN_ORDER),
+        (7, again, Kind.IN_ORDER),
+        (8, fresh, Kind.IN_ORDER),
+    ]
+    assert await effects(opener, database) == [1, 2, 3, 5, 6, 8]
+    async with opener.transaction() as transaction:
+        lane = (await transaction.call("lanes"))["a-1-0"]
+    assert (lane.state.high, lane.state.ended) == (8, True)
+    assert not lane.state.missing
+    assert not lane.state.holes
+
+
+async def test_what_rolls_back_comes_again(opener: Opener, database: Database) -> None:
+    class Crash(Exception):
+        pass
+
+    for _ in range(2):
+        with contextlib.suppress(Crash):
+            async with opener.transaction() as transaction:
+                assert (await transaction.take(message(1))).fresh
+                await transaction.execute(effect(1))
+                raise Crash
+    async with opener.transaction() as transaction:
+        assert (await transaction.take(message(1))).fresh
+        await transaction.execute(effect(1))
+    assert await effects(opener, database) == [1]
+
+
+async def test_copies_at_once_wait_for_each_other(opener: Opener, database: Database) -> None:
+    """Of a number that its lane knows, and of the first one that a lane ever had."""
+    for number in (1, 2):
+
+        async def one(number: int = number) -> Outcome:
+            async with opener.transaction() as transaction:
+                taken = await transaction.take(message(number))
+                if taken.fresh:
+                    await transaction.execute(effect(number))
+                return taken.outcome
+
+        outcomes = await asyncio.gather(*(one() for _ in range(5)))
+        assert sorted(outcomes) == [Outcome.DUPLICATE] * 4 + [Outcome.FRESH]
+    assert await effects(opener, database) == [1, 2]
+
+
+async def test_another_delivery_under_a_number_that_was_taken_is_told(opener: Opener) -> None:
+    async with opener.transaction() as transaction:
+        await transaction.take(message(1))
+        await transaction.take(message(2))
+    for _ in range(2):  # It leaves nothing behind.
+        async with opener.transaction() as transaction:
+            taken = await transaction.take(message(2, outbox_id=77))
+            assert taken.outcome is Outcome.CONFLICT
+    async with opener.transaction() as transaction:
+        assert (await transaction.take(message(2))).outcome is Outcome.DUPLICATE
+
+
+async def test_an_early_one_can_wait_for_what_is_before_it(opener: Opener) -> None:
+    async with opener.transaction() as transaction:
+        await transaction.take(message(1))
+    async with opener.transaction() as transaction:
+        taken = await transaction.take(message(4), gaps=False)
+        assert (taken.outcome, taken.missing) == (Outcome.EARLY, ((2, 3),))
+    for number in (2, 3, 4):
+        async with opener.transaction() as transaction:
+            assert (await transaction.take(message(number), gaps=False)).fresh
+
+
+async def test_an_older_event_never_overwrites_a_newer_state(opener: Opener) -> None:
+    newest = []
+    for what in (
+        message(1),
+        message(3),
+        message(2),
+        message(3),
+        message(9, replay_of=("a-1-0", 1)),
+        message(10),
+        message(1, lane="a-2-0"),  # A new generation of lanes.
+        message(11, replay_of=("a-1-0", 4), published_at=DAY.replace(day=30)),
+        message(2, lane="a-2-0", backfill_id=7, published_at=DAY.replace(day=1)),
+        message(3, lane="a-2-0"),
+        message(4, lane="a-2-0", replay_of=("a-1-0", 5), published_at=DAY.replace(month=3, day=1)),
+        # By its number it is newer than all but what was sent again.
+        message(5, lane="a-2-0"),
+        message(6, lane="a-2-0", published_at=DAY.replace(month=5)),
+        message(7, lane="a-2-0", published_at=DAY.replace(month=2, day=1)),
+    ):
+        async with opener.transaction() as transaction:
+            newest.append(await transaction.newest("account 7", what))
+            assert await transaction.newest(f"other {len(newest)}", what)
+    said = "".join("+" if each else "-" for each in newest)
+    assert said == "++-+-++--++-++"
+
+
+async def test_what_has_expired_is_forgotten_and_its_copies_are_not_taken_again(
+    opener: Opener, database: Database
+) -> None:
+    if isinstance(opener, AsyncMemory):
+        pytest.skip("it forgets by itself, see test_memory")
+    for number in (1, 2, 3):
+        async with opener.transaction() as transaction:
+            await transaction.take(message(number))
+    async with opener.transaction() as transaction:
+        assert await transaction.call("expire") == 0
+    await _age(opener, database, 8, "sequence < 3")
+    async with opener.transaction() as transaction:
+        assert await transaction.call("expire") == 2
+    async with opener.transaction() as transaction:
+        for number in (1, 2, 3):
+            assert (await transaction.take(message(number))).outcome is Outcome.DUPLICATE
+        # Whether this one is a copy of what was forgotten, nobody can tell, unless it is
+        # younger than that.
+        taken = await transaction.take(message(2, outbox_id=77))
+        assert taken.outcome is Outcome.DUPLICATE
+        young = datetime.now(tz=UTC) - timedelta(days=6)
+        taken = await transaction.take(message(2, outbox_id=78, published_at=young))
+        assert taken.outcome is Outcome.CONFLICT
+        taken = await transaction.take(message(3, outbox_id=79))
+        assert taken.outcome is Outcome.CONFLICT
+
+
+async def _age(opener: Opener, database: Database, days: int, where: str) -> None:
+    if isinstance(opener, (SQLite, SQLAlchemySQLite)):
+        import sqlite3
+
+        with sqlite3.connect(opener.file) as connection:
+            aged = f"received_at = received_at - {days} * 86400"
+            connection.execute(f"UPDATE outbox_inbox SET {aged} WHERE {where}")
+        connection.close()
+        return
+    async with database.connection() as db:
+        aged = f"received_at = received_at - interval '{days} days'"
+        await db.execute(f"UPDATE outbox_inbox SET {aged} WHERE {where}")

@@ -1,0 +1,550 @@
+"""From a request to its answer: 2xx only when the effect is there, and nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+from outbox.core.signature import format_secret
+from outbox.errors import UsageError
+from outbox.receiver import (
+    Answer,
+    AsyncReceiver,
+    Busy,
+    Gaps,
+    Inbox,
+    MemoryDatabase,
+    Message,
+    Receiver,
+    Refuse,
+    Request,
+    Verified,
+)
+from outbox.receiver.message import parse
+from outbox.receiver.requests import Ended
+from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Mapping
+    from pathlib import Path
+
+    from tests.support.postgres import Database
+
+TEXT = format_secret(SECRET)
+
+
+def request(seq: int, *, method: str = "POST", **changes: Any) -> Request:
+    attempt = {
+        name: changes.pop(name)
+        for name in ("previous", "attempt", "secret", "timestamp", "lane_ends")
+        if name in changes
+    }
+    headers, body = signed(delivery(seq, **changes), **attempt)
+    return Request(method, headers, body)
+
+
+@pytest.fixture
+async def pool(database: Database) -> AsyncIterator[asyncpg.Pool]:
+    async with asyncpg.create_pool(database.dsn, min_size=1, max_size=8) as made:
+        await made.execute("CREATE TABLE effect (number bigint)")
+        yield made
+
+
+class Shop:
+    """A receiver whose effect is a row for each number."""
+
+    def __init__(self, pool: asyncpg.Pool, **options: Any) -> None:
+        self.pool = pool
+        self.receiver = AsyncReceiver(TEXT, pool, **options)
+        self.receiver.on("order.*")(self.paid)
+        self.before: Callable[[Message], Any] = lambda _: None
+
+    async def paid(self, message: Message, connection: Any) -> None:
+        if asyncio.iscoroutine(waits := self.before(message)):
+            await waits
+        await connection.execute("INSERT INTO effect VALUES ($1)", message.sequence)
+
+    async def handle(self, seq: int, **changes: Any) -> Answer:
+        return await self.receiver.handle(request(seq, **changes))
+
+    async def effects(self) -> list[int]:
+        rows = await self.pool.fetch("SELECT number FROM effect ORDER BY number")
+        return [row["number"] for row in rows]
+
+
+async def test_a_delivery_is_processed_once(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool)
+    assert (await shop.handle(1)).status == 200
+    assert (await shop.handle(1, attempt=2)).text == "processed before"
+    assert (await shop.handle(2)).ended is Ended.PROCESSED
+    assert await shop.effects() == [1, 2]
+    assert shop.receiver.totals.ended == {Ended.PROCESSED: 2, Ended.DUPLICATE: 1}
+
+
+async def test_no_2xx_before_the_commit(pool: asyncpg.Pool) -> None:
+    """A commit may fail, when everything before it went well."""
+    await pool.execute("""
+        CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS
+            $$ BEGIN RAISE 'at the commit'; END $$;
+        CREATE CONSTRAINT TRIGGER late AFTER INSERT ON effect
+            DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION fail()
+    """)
+    shop = Shop(pool)
+    answer = await shop.handle(1)
+    assert (answer.status, answer.ended) == (500, Ended.FAILED)
+    assert "commit" not in answer.text
+    await pool.execute("DROP TRIGGER late ON effect")
+    assert (await shop.handle(1, attempt=2)).ended is Ended.PROCESSED
+    assert await shop.effects() == [1]
+
+
+async def test_no_2xx_for_a_transaction_that_has_failed(pool: asyncpg.Pool) -> None:
+    """A handler may catch what the database said, and the commit rolls back in silence."""
+    await pool.execute("CREATE UNIQUE INDEX ON effect (number)")
+    await pool.execute("INSERT INTO effect VALUES (1)")
+    shop = Shop(pool)
+
+    async def caught(message: Message, connection: Any) -> None:
+        with contextlib.suppress(asyncpg.UniqueViolationError):
+            await connection.execute("INSERT INTO effect VALUES ($1)", message.sequence)
+
+    shop.receiver = AsyncReceiver(TEXT, pool)
+    shop.receiver.on("order.*")(caught)
+    assert (await shop.handle(1)).status == 500
+    await pool.execute("DELETE FROM effect")
+    assert (await shop.handle(1, attempt=2)).ended is Ended.PROCESSED
+    assert await shop.effects() == [1]
+
+
+async def test_a_connection_that_commits_each_statement_is_refused(
+    pool: asyncpg.Pool, database: Database
+) -> None:
+    """Else the delivery is taken before its effect, whatever becomes of that."""
+    import psycopg
+    import sqlalchemy
+
+    inbox = Inbox()
+    message = parse(*signed(delivery(1)))
+    async with pool.acquire() as connection, connection.transaction():
+        await inbox.create_async(connection)
+    async with pool.acquire() as connection:
+        with pytest.raises(UsageError, match="begin a transaction"):
+            await inbox.take_async(connection, message)
+    with psycopg.connect(database.dsn, autocommit=True) as theirs:
+        with pytest.raises(UsageError, match="begin a transaction"):
+            inbox.take(theirs, message)
+        with theirs.transaction():
+            assert inbox.take(theirs, message).fresh
+    engine = sqlalchemy.create_engine(
+        database.dsn.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT"
+    )
+    with engine.begin() as each, pytest.raises(UsageError, match="begin a transaction"):
+        inbox.take(each, message)
+    engine.dispose()
+    answer = Receiver(TEXT, engine).handle(request(2))
+    assert answer.status in (500, 503)
+    engine.dispose()
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as plain:
+        inbox.create(plain)
+        with pytest.raises(UsageError, match="begin a transaction"):
+            inbox.take(plain, message)
+
+
+async def test_pools_of_psycopg_are_databases_too(database: Database, pool: asyncpg.Pool) -> None:
+    from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+    for autocommit in (False, True):
+        options = {"kwargs": {"autocommit": autocommit}, "min_size": 1, "open": False}
+        seq = 1 + 2 * autocommit
+        async with AsyncConnectionPool(database.dsn, **options) as theirs:
+            receiver = AsyncReceiver(TEXT, theirs)
+
+            @receiver.on("**")
+            async def fail(message: Message, _: Any) -> None:
+                if message.attempt == 1:
+                    raise LookupError
+
+            assert (await receiver.handle(request(seq))).status == 500
+            assert (await receiver.handle(request(seq, attempt=2))).ended is Ended.PROCESSED
+
+        def in_threads(options: Any = options, seq: int = seq) -> None:
+            with ConnectionPool(database.dsn, **options) as ours:
+                receiver = Receiver(TEXT, ours)
+                receiver.on("**")(lambda message, _: message.attempt == 1 and 1 / 0)
+                assert receiver.handle(request(seq + 1)).status == 500
+                assert receiver.handle(request(seq + 1, attempt=2)).ended is Ended.PROCESSED
+
+        await asyncio.to_thread(in_threads)
+
+
+async def test_whoever_is_told_cannot_undo_what_is_committed(pool: asyncpg.Pool) -> None:
+    def told(*_: Any) -> None:
+        raise LookupError
+
+    shop = Shop(pool, told=told)
+    assert (await shop.handle(1)).status == 200
+    assert (await shop.handle(1)).text == "processed before"
+
+
+async def test_a_delivery_without_its_headers_is_not_another_senders(pool: asyncpg.Pool) -> None:
+    """Nobody signed them, so whoever is on the way can take them away."""
+    shop = Shop(pool)
+    foreign: list[str] = []
+    shop.receiver.on_foreign(lambda verified, *_: foreign.append(verified.message_id))
+    true = request(1)
+    bare = {k: v for k, v in dict(true.headers).items() if not k.startswith("X-")}
+    assert (await shop.receiver.handle(Request("POST", bare, true.body))).status == 400
+    assert (await shop.handle(1)).ended is Ended.PROCESSED
+    assert foreign == []
+
+
+async def test_two_handlers_may_ask_whether_it_is_the_newest(pool: asyncpg.Pool) -> None:
+    receiver = AsyncReceiver(TEXT, pool)
+    said: list[bool] = []
+    for pattern in ("order.*", "**"):
+
+        @receiver.on(pattern)
+        async def ask(message: Message, connection: Any) -> None:
+            said.append(await receiver.inbox.newest_async(connection, "k", message))
+
+    await receiver.handle(request(1))
+    await receiver.handle(request(2))
+    assert said == [True] * 4
+
+
+def test_a_commit_that_fails_does_not_stop_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "shop.sqlite"
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("CREATE TABLE parent (id PRIMARY KEY)")
+        db.execute("CREATE TABLE effect (n REFERENCES parent DEFERRABLE INITIALLY DEFERRED)")
+    receiver = Receiver(TEXT, file)
+
+    @receiver.on("**")
+    def take(message: Message, connection: sqlite3.Connection) -> None:
+        if message.sequence == 1:
+            connection.execute("INSERT INTO effect VALUES (7)")
+        if message.sequence == 2:
+            connection.commit()
+
+    with receiver._transaction() as connection:
+        connection.execute("SELECT 1")
+    receiver._transaction.__self__._connection.execute("PRAGMA foreign_keys = ON")  # type: ignore[attr-defined]
+    assert receiver.handle(request(1)).status == 500
+    assert receiver.handle(request(2)).status == 500
+    assert receiver.handle(request(3)).status == 200
+
+
+async def test_whoever_fails_or_is_called_off_leaves_nothing_behind(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool)
+
+    def fail(_: Message) -> None:
+        raise LookupError("no such order")
+
+    shop.before = fail
+    answer = await shop.handle(1)
+    assert (answer.status, answer.text) == (500, "the receiver failed")
+    begun = asyncio.Event()
+
+    async def hang(_: Message) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    shop.before = hang
+    async with asyncio.TaskGroup() as tasks:
+        called_off = tasks.create_task(shop.handle(1, attempt=2))
+        await begun.wait()
+        called_off.cancel()
+    shop.before = lambda _: None
+    assert (await shop.handle(1, attempt=3)).ended is Ended.PROCESSED
+    assert await shop.effects() == [1]
+
+
+async def test_copies_at_once_wait_for_the_first_one(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool)
+    go, begun = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: Message) -> None:
+        begun.set()
+        await go.wait()
+
+    shop.before = wait
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(shop.handle(1))
+        await begun.wait()
+        copies = [tasks.create_task(shop.handle(1, attempt=2)) for _ in range(3)]
+        await _locked(pool, 3)
+        go.set()
+    assert first.result().ended is Ended.PROCESSED
+    assert [copy.result().ended for copy in copies] == [Ended.DUPLICATE] * 3
+    assert await shop.effects() == [1]
+
+
+async def _locked(pool: asyncpg.Pool, number: int) -> None:
+    async def are_locked() -> bool:
+        count = await pool.fetchval(
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        )
+        return bool(count == number)
+
+    await until(are_locked)
+
+
+async def test_a_handler_says_never_or_not_now(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool)
+
+    def refuse(_: Message) -> None:
+        raise Refuse("no such\norder")
+
+    def busy(_: Message) -> None:
+        raise Busy("at\nlunch", retry_after_s=7)
+
+    shop.before = refuse
+    answer = await shop.handle(1)
+    assert (answer.status, answer.text, answer.ended) == (422, "no such order", Ended.REFUSED)
+    shop.before = busy
+    answer = await shop.handle(1)
+    assert (answer.status, answer.text, answer.ended) == (503, "at lunch", Ended.PUT_OFF)
+    assert ("Retry-After", "7") in answer.headers
+    assert await shop.effects() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"secret": OTHER}, 401, "no signature fits"),
+        ({"timestamp": 1}, 401, "s ago"),
+        ({"method": "GET"}, 405, "POST"),
+        ({"payload": b'"%s"' % (b"x" * 2000)}, 413, "larger than 1500 bytes"),
+    ],
+)
+async def test_what_is_no_delivery_is_not_looked_at(
+    pool: asyncpg.Pool, change: Mapping[str, Any], status: int, says: str
+) -> None:
+    shop = Shop(pool, body_bytes_max=1500)
+    answer = await shop.handle(1, **change)
+    assert (answer.status, answer.ended) == (status, Ended.REJECTED)
+    assert says in answer.text
+    assert await shop.effects() == []
+
+
+async def test_headers_that_contradict_the_body_are_rejected(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool)
+    good = request(1)
+    headers = dict(good.headers)
+    for name, value in (("X-Sequence", "2"), ("X-Lane", "b-1-0"), ("X-Delivery", "no uuid")):
+        changed = Request("POST", headers | {name: value}, good.body)
+        answer = await shop.receiver.handle(changed)
+        assert answer.status == 400, answer
+        assert name in answer.text
+    twice = [*headers.items(), ("x-sequence", "1")]
+    answer = await shop.receiver.handle(Request("POST", twice, good.body))
+    assert (answer.status, answer.text) == (401, "the header x-sequence is there more than once")
+
+
+async def test_of_too_many_at_once_some_come_back_later(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool, in_flight_max=1)
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def wait(_: Message) -> None:
+        begun.set()
+        await go.wait()
+
+    shop.before = wait
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(shop.handle(1))
+        await begun.wait()
+        answer = await shop.handle(1, lane="b-1-0")
+        assert (answer.status, answer.headers) == (503, (("Retry-After", "1"),))
+        go.set()
+    assert first.result().status == 200
+    assert (await shop.handle(1, lane="b-1-0", outbox_id=9)).status == 200
+
+
+async def test_without_its_database_it_asks_to_come_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @contextlib.asynccontextmanager
+    async def none() -> AsyncIterator[Any]:
+        raise OSError("connection refused by db.internal")
+        yield
+
+    receiver = AsyncReceiver(TEXT, none)
+    answer = await receiver.handle(request(1))
+    assert (answer.status, answer.headers) == (503, (("Retry-After", "5"),))
+    assert "internal" not in answer.text
+    assert "connection refused" in caplog.text
+
+
+async def test_what_is_missing_is_told_once_it_is_overdue(
+    pool: asyncpg.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Any] = []
+    shop = Shop(pool, inbox=Inbox(tolerance=2), told=lambda _, taken: told.append(taken))
+    with caplog.at_level(logging.WARNING, "outbox.receiver"):
+        for seq in (1, 4, 5, 6, 7, 8):
+            assert (await shop.handle(seq)).status == 200
+    assert [taken.overdue for taken in told] == [(), (), ((2, 2),), ((3, 3),), (), ()]
+    assert told[1].observation.missing == ((2, 3),)
+    totals = shop.receiver.totals
+    assert (totals.gaps, totals.overdue, totals.old) == (1, 2, 0)
+    assert "number 4 came before 2 to 3" in caplog.text
+    assert "lane a-1-0: numbers 2 are missing" in caplog.text
+    await shop.handle(2)
+    assert shop.receiver.totals.old == 1
+
+
+async def test_an_early_one_waits_for_those_before_it(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool, gaps=Gaps.HOLD, hold_s=30, in_flight_max=2)
+    order: list[int] = []
+    shop.before = lambda message: order.append(message.sequence)
+    await shop.handle(1)
+    async with asyncio.TaskGroup() as tasks:
+        early = []
+        for held, seq in enumerate((5, 4, 3), 1):
+            # More than may be in flight: who waits is not.
+            early.append(tasks.create_task(shop.handle(seq)))
+            await until(lambda held=held: shop.receiver._waiting.held == held)
+        await shop.handle(2)
+    assert [task.result().ended for task in early] == [Ended.PROCESSED] * 3
+    assert order == [1, 2, 3, 4, 5]
+    assert not shop.receiver._waiting.wanted
+
+
+async def test_it_does_not_wait_for_ever_nor_do_too_many(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool, gaps=Gaps.HOLD, hold_s=0.0, held_max=1)
+    await shop.handle(1)
+    assert (await shop.handle(3)).ended is Ended.PROCESSED
+    assert shop.receiver.totals.gaps == 1
+    shop = Shop(pool, gaps=Gaps.HOLD, hold_s=30, held_max=1)
+    async with asyncio.TaskGroup() as tasks:
+        early = tasks.create_task(shop.handle(6))
+        await until(lambda: shop.receiver._waiting.held)
+        answer = await shop.handle(5)
+        assert answer.status == 503
+        assert "wait for others" in answer.text
+        early.cancel()
+    assert await shop.effects() == [1, 3]
+
+
+async def test_each_request_can_be_written_down(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool, log_requests=True)
+    await shop.handle(1)
+    await shop.handle(1, attempt=2)
+    await shop.handle(2, secret=OTHER)
+    rows = await pool.fetch("SELECT * FROM outbox_request ORDER BY id")
+    assert [(row["outcome"], row["status"], row["sequence"], row["attempt"]) for row in rows] == [
+        ("processed", 200, 1, 1),
+        ("duplicate", 200, 1, 2),
+    ]
+
+
+async def test_requests_of_other_senders_are_processed_once_too(pool: asyncpg.Pool) -> None:
+    from standardwebhooks import Webhook
+
+    body = '{"type":"invoice.paid"}'
+    at = datetime.now(tz=UTC)
+    headers = {
+        "webhook-id": "msg_1",
+        "webhook-timestamp": str(int(at.timestamp())),
+        "webhook-signature": Webhook(TEXT).sign("msg_1", at, body),
+    }
+    foreign = Request("POST", headers, body.encode())
+    receiver = AsyncReceiver(TEXT, pool)
+    assert (await receiver.handle(foreign)).status == 400
+    came = []
+
+    @receiver.on_foreign
+    async def paid(verified: Verified, sent: bytes, connection: Any) -> None:
+        came.append((verified.message_id, sent))
+
+    assert (await receiver.handle(foreign)).ended is Ended.PROCESSED
+    assert (await receiver.handle(foreign)).ended is Ended.DUPLICATE
+    assert came == [("msg_1", body.encode())]
+
+
+async def test_old_rows_go_by_themselves(pool: asyncpg.Pool) -> None:
+    shop = Shop(pool)
+    await shop.receiver.start()
+    await pool.execute(
+        "INSERT INTO outbox_inbox SELECT 'x' || n, 'a-1-0', n, now() - interval '8 days' "
+        "FROM generate_series(1, 10) n"
+    )
+    await shop.handle(1)
+    assert await pool.fetchval("SELECT count(*) FROM outbox_inbox") == 1
+
+
+async def test_a_role_that_may_make_no_tables_can_use_those_that_are_there(
+    pool: asyncpg.Pool, database: Database
+) -> None:
+    async with database.connection() as owner:
+        await owner.execute(Inbox().schema())
+        role = f"receiver_{database.name}"
+        await owner.execute(f"CREATE ROLE {role} LOGIN")
+        await owner.execute(
+            f"REVOKE CREATE ON SCHEMA public FROM PUBLIC; "
+            f"GRANT ALL ON ALL TABLES IN SCHEMA public TO {role}"
+        )
+    try:
+        async with asyncpg.create_pool(
+            database.dsn,
+            init=lambda c: c.execute(f"SET ROLE {role}"),
+            reset=_nothing,
+            min_size=1,
+            max_size=1,
+        ) as theirs:
+            assert (await Shop(theirs).handle(1)).ended is Ended.PROCESSED
+    finally:
+        async with database.connection() as owner:
+            await owner.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+async def _nothing(_: Any) -> None:
+    """Resets nothing: the role stays."""
+
+
+def test_a_receiver_in_threads_does_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "shop.sqlite"
+    receiver = Receiver(TEXT, file, log_requests=True)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("CREATE TABLE effect (number)")
+
+    @receiver.on("order.paid")
+    def paid(message: Message, connection: sqlite3.Connection) -> None:
+        connection.execute("INSERT INTO effect VALUES (?)", (message.sequence,))
+        if message.sequence == 3:
+            raise Refuse("not this one")
+
+    came = [receiver.handle(request(seq)).status for seq in (1, 1, 2, 3)]
+    assert came == [200, 200, 200, 422]
+    assert receiver.handle(request(4, secret=OTHER)).status == 401
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        assert db.execute("SELECT number FROM effect").fetchall() == [(1,), (2,)]
+        outcomes = [row[0] for row in db.execute("SELECT outcome FROM outbox_request")]
+    assert outcomes == ["processed", "duplicate", "processed", "refused"]
+
+
+def test_what_cannot_be_a_receiver_is_said_at_once(tmp_path: Path) -> None:
+    for make, says in (
+        (lambda: AsyncReceiver("whsec_x", MemoryDatabase()), "secret"),
+        (lambda: AsyncReceiver([], MemoryDatabase()), "secret"),
+        (lambda: AsyncReceiver(TEXT, 7), "database"),
+        (lambda: AsyncReceiver(TEXT, tmp_path / "x.sqlite"), "use Receiver"),
+        (lambda: Receiver(TEXT, tmp_path / "no" / "x.sqlite"), "cannot open"),
+        (lambda: Receiver(TEXT, MemoryDatabase(), in_flight_max=0), "in_flight_max"),
+        (lambda: Inbox(prefix="drop table;"), "prefix"),
+        (lambda: Inbox(keep_s=1), "keep"),
+        (lambda: Inbox(tolerance=-1), "tolerance"),
+        (lambda: MemoryDatabase(0), "window"),
+        (lambda: AsyncReceiver(TEXT, MemoryDatabase()).on("a b"), "pattern"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            make()
