@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 NOT_FINISHED = Answer(Ended.FAILED, 500, "the request was called off")
 EXPIRE_STEPS_MAX = 20
+NO_FETCH = "what is missing before it cannot be fetched just now"
 NOT_YET = "what was acknowledged a moment ago cannot be fetched yet"
 LOOK_S = 0.25
 """Another process may have received what one waits for: one looks so often."""
@@ -247,6 +248,7 @@ class AsyncReceiver(_Base):
             UsageError: this receiver does not know where to fetch.
         """
         fetch = self._where_to_fetch()
+        await self.start()
         async with self._transaction() as connection:
             known = await self.inbox.lanes_async(connection)
         if lane is not None:
@@ -292,7 +294,8 @@ class AsyncReceiver(_Base):
         try:
             (caught_up,) = await self.catch_up(message.lane)
         except CannotFetch as error:
-            raise Busy(str(error), retry_after_s=NO_DATABASE_S) from None
+            log.warning("number %d of %s has to wait: %s", message.sequence, message.lane, error)
+            raise Busy(NO_FETCH, retry_after_s=NO_DATABASE_S) from None
         if caught_up.failed is not None:
             raise Busy(f"number {caught_up.failed} of its lane cannot be processed")
         # What was acknowledged a moment ago may not be written yet.
@@ -414,6 +417,7 @@ class Receiver(_Base):
             UsageError: this receiver does not know where to fetch.
         """
         fetch = self._where_to_fetch()
+        self.start()
         with self._transaction() as connection:
             known = self.inbox.lanes(connection)
         wanted = [lane] if lane is not None else to_catch_up(known, fetch.lanes())
@@ -459,7 +463,10 @@ class Receiver(_Base):
             try:
                 (caught_up,) = self.catch_up(message.lane)
             except CannotFetch as error:
-                raise Busy(str(error), retry_after_s=NO_DATABASE_S) from None
+                log.warning(
+                    "number %d of %s has to wait: %s", message.sequence, message.lane, error
+                )
+                raise Busy(NO_FETCH, retry_after_s=NO_DATABASE_S) from None
         if caught_up.failed is not None:
             raise Busy(f"number {caught_up.failed} of its lane cannot be processed")
         if caught_up.acknowledged < message.previous_sequence:
