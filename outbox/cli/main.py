@@ -141,7 +141,6 @@ Settings are flags, then OUTBOX_* variables, then outbox.toml.
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
     """Deliver events out of PostgreSQL transactions: in order, numbered, signed.
-
     Applications insert events; the relay sends them to whoever wants them.
     """
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.costly
 
 DAY = delivery(1).published_at
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from tests.support.postgres import Database
 
+pytestmark = pytest.mark.costly
+
 TEXT = format_secret(SECRET)
 
 
