@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +18,7 @@ import structlog
 from aiohttp import web
 
 from outbox.admin import openapi, page, problem, tenancy
+from outbox.admin.answering import add_headers, problems, unexpected
 from outbox.admin.auth import Authenticator, require
 from outbox.admin.hosts import hold_to_host
 from outbox.admin.live import LiveBook
@@ -29,7 +29,6 @@ from outbox.admin.reading import (
     hold_to_text,
     read_body,
     read_query,
-    too_large,
 )
 from outbox.admin.routes import ROUTES
 from outbox.admin.routing import Call, Later, Page, Reply
@@ -50,12 +49,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.admin")
 
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Server": "outbox",
-}
-"""Of every answer.  Nothing says that scripts of other origins may read it."""
+NO_SUCH_PATH = "there is no such path; see: /openapi.json"
 
 
 def application(
@@ -69,9 +63,9 @@ def application(
     """The API for these settings, as it is served at `address`."""
     admin = _Admin(settings, database, Authenticator(database, failures, clock), clock)
     app = web.Application(
-        middlewares=[_problems, hold_to_host(address)], client_max_size=BODY_BYTES_MAX
+        middlewares=[problems(NO_SUCH_PATH), hold_to_host(address)], client_max_size=BODY_BYTES_MAX
     )
-    app.on_response_prepare.append(_add_headers)
+    app.on_response_prepare.append(add_headers)
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
     for route in ROUTES:
@@ -170,12 +164,7 @@ class _Admin:
             if problem.is_veiled(told):
                 self._note(in_one_line(error))
             return told
-        error_id = str(uuid.uuid4())
-        log.error(
-            "unexpected error", error_id=error_id, method=request.method, route=route.path,
-            exc_info=error,
-        )  # fmt: skip
-        return Problem(Kind.INTERNAL, f"the log of this relay has it as error {error_id}")
+        return unexpected(log, error, request, route.path)
 
     def _note(self, trouble: str | None) -> None:
         """Log how the database is, when that has changed: not for each who asks."""
@@ -201,34 +190,3 @@ def encode(value: Any) -> bytes:
     """As `--json` has it: times in RFC 3339, dataclasses as objects."""
     # asyncpg's UUIDs are a class of its own, which orjson does not know.
     return orjson.dumps(value, default=str, option=orjson.OPT_UTC_Z)
-
-
-@web.middleware
-async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as a problem, aiohttp's own as well."""
-    try:
-        return await handler(request)
-    except Problem as told:
-        return _problem(told)
-    except web.HTTPRequestEntityTooLarge:
-        return _problem(too_large())
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        detail = f"{request.path} understands {allowed}"
-        return _problem(Problem(Kind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed}))
-    except web.HTTPNotFound:
-        return _problem(Problem(Kind.NOT_FOUND, "there is no such path; see: /openapi.json"))
-
-
-def _problem(told: Problem) -> web.Response:
-    return web.Response(
-        body=orjson.dumps(told.body()),
-        status=told.kind.status,
-        headers=dict(told.headers),
-        content_type=problem.MEDIA_TYPE,
-    )
-
-
-async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    for name, value in HEADERS.items():
-        response.headers.setdefault(name, value)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +20,22 @@ import structlog
 from aiohttp import web
 
 from outbox.admin import problem
-from outbox.admin.database import Database
-from outbox.admin.failures import FailedLogins
+from outbox.admin.answering import add_headers, problems, unexpected
 from outbox.admin.hosts import is_loopback
 from outbox.admin.problem import Kind, Problem
+from outbox.admin.server import listening
 from outbox.core.request import prepare
 from outbox.core.token import is_fetch_token
 from outbox.errors import NotFound
-from outbox.store import destinations, dsn, fetch_tokens, fetching
-from outbox.web.serving import serving
+from outbox.store import destinations, fetch_tokens, fetching
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from asyncpg import Connection
 
+    from outbox.admin.database import Database
+    from outbox.admin.failures import FailedLogins
     from outbox.config import Settings
     from outbox.store.fetch_tokens import Fetcher
     from outbox.store.fetching import Fetched, Lane
@@ -48,11 +48,6 @@ log = structlog.get_logger("outbox.receivers")
 
 TIMEOUT_S = 30.0
 LIMIT = 100
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Server": "outbox",
-}
 _CHALLENGE = {"WWW-Authenticate": 'Bearer realm="outbox"'}
 
 
@@ -63,22 +58,14 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
     Raises:
         CannotRun: the address is taken, or not ours.
     """
-    database = Database(dsn.of(settings), settings)
-    failures = FailedLogins(database)
-    async with database.opened():
-        writing = asyncio.ensure_future(failures.run())
-        try:
-            async with serving(application(database, failures), address) as at:
-                log.info("receivers can fetch", url=at.url)
-                if not is_loopback(address.host):
-                    log.warning(
-                        "receivers can reach this from other machines, and tokens cross in clear; "
-                        "put TLS in front of it"
-                    )
-                yield at
-        finally:
-            writing.cancel()
-            await asyncio.wait([writing])
+    async with listening(settings, address, application) as at:
+        log.info("receivers can fetch", url=at.url)
+        if not is_loopback(address.host):
+            log.warning(
+                "receivers can reach this from other machines, and tokens cross in clear; "
+                "put TLS in front of it"
+            )
+        yield at
 
 
 def application(
@@ -86,8 +73,8 @@ def application(
 ) -> web.Application:
     """The listener; `clock` tells epoch seconds, to sign with."""
     receivers = _Receivers(database, failures, clock)
-    app = web.Application(middlewares=[_problems])
-    app.on_response_prepare.append(_add_headers)
+    app = web.Application(middlewares=[problems("there is no such path; there is /v1/lanes")])
+    app.on_response_prepare.append(add_headers)
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     app.router.add_get("/v1/lanes/{lane}/deliveries", receivers.handler(receivers.deliveries))
     return app
@@ -220,32 +207,4 @@ def _as_problem(error: Exception, request: web.Request) -> Exception:
     told = problem.of(error)
     if told is not None:
         return told
-    error_id = str(uuid.uuid4())
-    log.error("unexpected error", error_id=error_id, path=request.path, exc_info=error)
-    return Problem(Kind.INTERNAL, f"the log of this relay has it as error {error_id}")
-
-
-@web.middleware
-async def _problems(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error as a problem, aiohttp's own as well."""
-    try:
-        return await handler(request)
-    except Problem as told:
-        answered = told
-    except web.HTTPMethodNotAllowed as error:
-        allowed = ", ".join(sorted(error.allowed_methods))
-        detail = f"{request.path} understands {allowed}"
-        answered = Problem(Kind.METHOD_NOT_ALLOWED, detail, {"Allow": allowed})
-    except web.HTTPNotFound:
-        answered = Problem(Kind.NOT_FOUND, "there is no such path; there is /v1/lanes")
-    return web.Response(
-        body=orjson.dumps(answered.body()),
-        status=answered.kind.status,
-        headers=dict(answered.headers),
-        content_type=problem.MEDIA_TYPE,
-    )
-
-
-async def _add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    for name, value in HEADERS.items():
-        response.headers[name] = value
+    return unexpected(log, error, request, request.path)

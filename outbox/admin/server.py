@@ -12,8 +12,12 @@ from outbox.store import dsn
 from outbox.web.serving import serving
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
+    from aiohttp import web
+
+    from outbox.admin.database import Database
+    from outbox.admin.failures import FailedLogins
     from outbox.config import Settings
     from outbox.web.address import Address
 
@@ -29,22 +33,41 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
     """
     # Imported here: a relay without the API need not know its routes.
     from outbox.admin.app import application
+    from outbox.admin.hosts import is_loopback
+
+    def api(database: Database, failures: FailedLogins) -> web.Application:
+        return application(settings, address, database, failures)
+
+    async with listening(settings, address, api) as at:
+        log.info("the API listens", url=at.url)
+        if not is_loopback(address.host):
+            log.warning(
+                "the API can be reached from other machines, and tokens cross in clear; "
+                "put TLS in front of it"
+            )
+        yield at
+
+
+@asynccontextmanager
+async def listening(
+    settings: Settings,
+    address: Address,
+    make: Callable[[Database, FailedLogins], web.Application],
+) -> AsyncIterator[Address]:
+    """Serve an application that has connections of its own, and tells of failed logins.
+
+    Raises:
+        CannotRun: the address is taken, or not ours.
+    """
     from outbox.admin.database import Database
     from outbox.admin.failures import FailedLogins
-    from outbox.admin.hosts import is_loopback
 
     database = Database(dsn.of(settings), settings)
     failures = FailedLogins(database)
     async with database.opened():
         writing = asyncio.ensure_future(failures.run())
         try:
-            async with serving(application(settings, address, database, failures), address) as at:
-                log.info("the API listens", url=at.url)
-                if not is_loopback(address.host):
-                    log.warning(
-                        "the API can be reached from other machines, and tokens cross in clear; "
-                        "put TLS in front of it"
-                    )
+            async with serving(make(database, failures), address) as at:
                 yield at
         finally:
             writing.cancel()

@@ -126,6 +126,16 @@ def actor() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
+def require_http_url(name: str, text: str) -> None:
+    """Refuse what is no URL to be asked, in the name of its argument.
+
+    Raises:
+        UsageError: it is neither http nor https.
+    """
+    if not text.startswith(("http://", "https://")):
+        raise UsageError(f"{name}: {text!r} does not begin with http:// or https://")
+
+
 def duration_s(text: str) -> float:
     """Seconds of a positive time: `90`, `90s`, `10m`, `2h`, `1d`.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli.common import json_option, run_async
+from outbox.cli.common import json_option, require_http_url, run_async
 from outbox.cli.output import emit_json, safe, style
 from outbox.config import load
 from outbox.errors import UsageError
@@ -70,8 +70,8 @@ def command(
     if url is None:
         raise UsageError("URL: say where the receiver listens, or --vectors")
     for text in (url, processed):
-        if text is not None and not text.startswith(("http://", "https://")):
-            raise UsageError(f"URL: {text!r} does not begin with http:// or https://")
+        if text is not None:
+            require_http_url("URL", text)
     settings = load(config=config)
     if secret is None and settings.secret is not None:
         secret = settings.secret.get_secret_value()

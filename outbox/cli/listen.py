@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import json_option, run_async, warn
+from outbox.cli.common import json_option, require_http_url, run_async, warn
 from outbox.cli.output import count, emit_json, safe, style
 from outbox.config import load
 from outbox.core.order import Kind
@@ -85,8 +85,8 @@ def command(
     """
     if not 0 <= latency <= LATENCY_MAX_MS:
         raise UsageError(f"--latency: must be between 0 and {LATENCY_MAX_MS} ms, not {latency:g}")
-    if forward_to is not None and not forward_to.startswith(("http://", "https://")):
-        raise UsageError(f"--forward-to: {forward_to!r} does not begin with http:// or https://")
+    if forward_to is not None:
+        require_http_url("--forward-to", forward_to)
     settings = load(config=config)
     if not secrets and settings.secret is not None:
         secrets = (settings.secret.get_secret_value(),)

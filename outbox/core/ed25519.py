@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 from typing import TYPE_CHECKING
 
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
         Ed25519PrivateKey,
         Ed25519PublicKey,
@@ -72,7 +75,7 @@ def parse_public_key(text: str) -> PublicKey:
         UsageError: it is not one, or `cryptography` is not installed.
     """
     key = _key(text, PUBLIC_PREFIX, (KEY_BYTES,))
-    with _Cryptography():
+    with _cryptography():
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
         return PublicKey(Ed25519PublicKey.from_public_bytes(key))
@@ -86,23 +89,21 @@ def parse_private_key(text: str) -> PrivateKey:
             never shows the key.
     """
     key = _key(text, PRIVATE_PREFIX, (KEY_BYTES, PAIR_BYTES))
-    with _Cryptography():
+    with _cryptography():
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
         return PrivateKey(Ed25519PrivateKey.from_private_bytes(key[:KEY_BYTES]))
 
 
-class _Cryptography:
+@contextlib.contextmanager
+def _cryptography() -> Iterator[None]:
     """Says in one line what to install where it is missing."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
-        if kind is not None and issubclass(kind, ImportError):
-            raise UsageError(
-                "key: ed25519 needs cryptography: pip install 'outbox-relay[ed25519]'"
-            ) from None
+    try:
+        yield
+    except ImportError:
+        raise UsageError(
+            "key: ed25519 needs cryptography: pip install 'outbox-relay[ed25519]'"
+        ) from None
 
 
 def _key(text: str, prefix: str, sizes: tuple[int, ...]) -> bytes:

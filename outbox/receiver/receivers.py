@@ -62,10 +62,6 @@ LOOK_S = 0.25
 class _Early(Exception):
     """Rolls back: what should come before is not here yet."""
 
-    def __init__(self, taken: Taken) -> None:
-        super().__init__()
-        self.taken = taken
-
 
 class _Base:
     def __init__(
@@ -307,7 +303,7 @@ class AsyncReceiver(_Base):
             async with self._transaction() as connection:
                 taken = await self.inbox.take_async(connection, message, gaps=gaps)
                 if taken.outcome is Outcome.EARLY:
-                    raise _Early(taken)
+                    raise _Early
                 began = True
                 if taken.fresh:
                     for handler in self._rules.handlers.of(message.type):
@@ -479,7 +475,7 @@ class Receiver(_Base):
             with self._transaction() as connection:
                 taken = self.inbox.take(connection, message, gaps=gaps)
                 if taken.outcome is Outcome.EARLY:
-                    raise _Early(taken)
+                    raise _Early
                 began = True
                 if taken.fresh:
                     for handler in self._rules.handlers.of(message.type):

@@ -48,6 +48,7 @@ class Client:
         ) as response:
             assert response.status == status, await response.text()
             assert response.headers["Cache-Control"] == "no-store"
+            assert response.headers["Server"] == "outbox"
             return await response.json(content_type=None)
 
 

@@ -144,6 +144,7 @@ def check(method: str, path: str, answer: Answer) -> None:
     """Hold an answer to what the document says of it."""
     assert answer.headers["Cache-Control"] == "no-store"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
+    assert answer.headers["Server"] == "outbox"
     if answer.status >= 400:
         assert answer.headers["Content-Type"].startswith("application/problem+json"), answer.raw
         _validator("Problem")[0].validate(answer.json)

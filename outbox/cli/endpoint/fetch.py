@@ -8,9 +8,8 @@ import click
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.endpoint.group import command
+from outbox.cli.endpoint.options import overlap_s
 from outbox.cli.output import cell, count, emit_json, emit_pairs
-from outbox.core import duration
-from outbox.errors import UsageError
 from outbox.store import fetch_tokens
 
 if TYPE_CHECKING:
@@ -43,10 +42,7 @@ def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_js
     With it the receiver fetches what it is missing from `outbox relay --receivers`.
     It sees that endpoint's deliveries and nothing else, and it cannot sign any.
     """
-    try:
-        overlap_s = duration.parse(overlap)
-    except UsageError as error:
-        raise UsageError(f"--overlap: {error}") from None
+    kept_s = overlap_s(overlap)
 
     async def end() -> None:
         async with database(settings) as connection:
@@ -59,7 +55,7 @@ def fetch_token(settings: Settings, name: str, overlap: str, revoke: bool, as_js
     async def make() -> None:
         async with database(settings) as connection:
             made = await fetch_tokens.add(
-                connection, settings.schema_name, name, actor=actor(), overlap_s=overlap_s
+                connection, settings.schema_name, name, actor=actor(), overlap_s=kept_s
             )
         if as_json:
             emit_json(made)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from outbox.cli.common import duration_s
-from outbox.core import retry
+from outbox.core import duration, retry
 from outbox.core.retry import PRESETS
 from outbox.errors import UsageError
 
@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from outbox.core.endpoint import EndpointSettings
 
 T = TypeVar("T")
+
+
+def overlap_s(text: str) -> float:
+    """For how many seconds what is old is good beside what is new; 0: no longer.
+
+    Raises:
+        UsageError: the text is no time.
+    """
+    try:
+        return duration.parse(text)
+    except UsageError as error:
+        raise UsageError(f"--overlap: {error}") from None
+
 
 _RECEIVES, _CALLED, _FAILS = "What it receives", "How it is called", "When a delivery fails"
 _SECTIONS = {

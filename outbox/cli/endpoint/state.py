@@ -8,9 +8,8 @@ import click
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.endpoint.group import command
+from outbox.cli.endpoint.options import overlap_s
 from outbox.cli.output import cell, count, emit_json, emit_pairs
-from outbox.core import duration
-from outbox.errors import UsageError
 from outbox.store import endpoint_secrets, endpoint_states
 
 if TYPE_CHECKING:
@@ -143,15 +142,12 @@ def rotate_secret(settings: Settings, name: str, overlap: str, as_json: bool) ->
     While both sign, the receiver can change over without refusing anything:
     each request carries one signature for each.
     """
-    try:
-        overlap_s = duration.parse(overlap)
-    except UsageError as error:
-        raise UsageError(f"--overlap: {error}") from None
+    kept_s = overlap_s(overlap)
 
     async def go() -> None:
         async with database(settings) as connection:
             made = await endpoint_secrets.rotate_secret(
-                connection, settings.schema_name, name, actor=actor(), overlap_s=overlap_s
+                connection, settings.schema_name, name, actor=actor(), overlap_s=kept_s
             )
         if as_json:
             emit_json(made)

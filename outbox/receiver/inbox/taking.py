@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
-from outbox.core.order import Kind, LaneOrder, LaneState, Observation, State
+from outbox.core.order import Kind, LaneOrder, LaneState, Observation
 
 if TYPE_CHECKING:
     from outbox.core.ranges import Range
@@ -212,6 +212,3 @@ def _keep(sql: Statements, lane: str, order: LaneOrder) -> Call:
             "unknown": orjson.dumps(kept.unknown).decode(),
         },
     )
-
-
-__all__ = ["TOLERANCE", "Call", "KeptLane", "Outcome", "State", "Taken", "overdue", "take"]
