@@ -253,9 +253,9 @@ CREATE TABLE delivery (
     batch       bigint NOT NULL,
     seq         bigint NOT NULL,
     outbox_id   bigint NOT NULL,
-    replay_id   bigint,           -- set when this is a replay of a dead letter,
+    replay_id   bigint,           -- set when this is sent again for a number of a lane,
     replay_seq  bigint,           -- and which number it stands for
-    backfill_id bigint,           -- the backfill that it is of: part of its X-Delivery
+    backfill_id bigint,           -- the job that gives it an X-Delivery of its own
     copy_id     bigint,           -- the dead letter that has a copy of the event
     PRIMARY KEY (lane_id, batch, seq)
 ) PARTITION BY RANGE (batch);
@@ -327,16 +327,18 @@ CREATE INDEX dead_letter_event ON dead_letter (event_id);
 -- Ranges have no copies of their events, so they keep the log and the events.
 CREATE INDEX dead_letter_range ON dead_letter (batch) WHERE outbox_id IS NULL AND state = 'dead';
 
--- What an operator wants sent again: dead letters, or the history of an endpoint.
+-- What is to be sent again: dead letters or the history of an endpoint, for operators,
+-- or what a lane delivered, for its receiver.
 -- To ask costs the same whatever its size: the leader takes from it, a helping at
 -- a time, within the transactions of its batches (see outbox/core/pacing.py).
 CREATE TABLE replay_job (
     id         bigint           GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    kind       text             NOT NULL CHECK (kind IN ('dead', 'history')),
+    kind       text             NOT NULL CHECK (kind IN ('dead', 'history', 'lane')),
     state      text             NOT NULL DEFAULT 'running'
                CHECK (state IN ('running', 'done', 'aborted')),
     -- Which ones; NULL: whichever.
     endpoint   text,                          -- the name that was said
+    lane_id    bigint           REFERENCES lane,
     types      text[],
     tenant     text,
     reason     text,
@@ -348,10 +350,12 @@ CREATE TABLE replay_job (
     rate_per_s double precision CHECK (rate_per_s > 0),    -- NULL: as fast as is good
     asked_at   timestamptz      NOT NULL DEFAULT clock_timestamp(),
     asked_by   text             NOT NULL,
-    ended_at   timestamptz
+    ended_at   timestamptz,
+    CHECK ((kind = 'lane') = (lane_id IS NOT NULL))
 );
 
--- A job at one endpoint: how far it is, in ids of dead letters or of events.  It
+-- A job at one endpoint: how far it is, in ids of dead letters or of events, or in
+-- numbers of a lane.  It
 -- covers what there was when it was asked for, and so it ends.
 CREATE TABLE replay_part (
     job_id      bigint NOT NULL REFERENCES replay_job,
@@ -374,13 +378,14 @@ CREATE TABLE replay_part (
 CREATE INDEX replay_part_job ON replay_part (job_id) WHERE ended_at IS NULL;
 CREATE INDEX replay_part_endpoint ON replay_part (endpoint_id) WHERE ended_at IS NULL;
 
--- A dead letter that is being sent again: one number, or all of a range.  The
--- next batches consume it, some numbers each, and make deliveries of them.
+-- Numbers of a lane that are being sent again: a dead letter's, one or all of a range,
+-- or what the lane of the job delivered.  The next batches consume it, some numbers each,
+-- and make deliveries of them.
 CREATE TABLE replay (
     id          bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     job_id      bigint      NOT NULL REFERENCES replay_job,
     endpoint_id uuid        NOT NULL,
-    dead_id     bigint      NOT NULL REFERENCES dead_letter,
+    dead_id     bigint      REFERENCES dead_letter,   -- NULL: of the job's lane
     asked_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
     next_seq    bigint      NOT NULL,         -- the next one to take
     next_batch  bigint      NOT NULL,         -- none of those left lies below it

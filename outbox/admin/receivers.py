@@ -1,7 +1,8 @@
 """The listener for receivers: what was sent to them, for who lost it or was not there.
 
-    GET /v1/lanes                            how far each lane of the endpoint is
-    GET /v1/lanes/{lane}/deliveries?after=N  what was delivered or given up behind N
+    GET  /v1/lanes                            how far each lane of the endpoint is
+    GET  /v1/lanes/{lane}/deliveries?after=N  what was delivered or given up behind N
+    POST /v1/lanes/{lane}/replay?after=N      have that sent again
 
 A receiver shows its endpoint's fetch token, and sees that endpoint alone.  What it is
 given are whole deliveries, headers and body, signed afresh: whatever verifies and
@@ -27,7 +28,7 @@ from outbox.admin.server import listening
 from outbox.core.request import prepare
 from outbox.core.token import is_fetch_token
 from outbox.errors import NotFound
-from outbox.store import destinations, fetch_tokens, fetching
+from outbox.store import destinations, fetch_tokens, fetching, resending
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -77,6 +78,7 @@ def application(
     app.on_response_prepare.append(add_headers)
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     app.router.add_get("/v1/lanes/{lane}/deliveries", receivers.handler(receivers.deliveries))
+    app.router.add_post("/v1/lanes/{lane}/replay", receivers.handler(receivers.replay))
     return app
 
 
@@ -142,6 +144,22 @@ class _Receivers:
             "kept_from": found[0].sequence if found else last + 1,
             "items": [_item(lane, each, int(now), secrets) for each in found],
             "next": last if last < lane.acknowledged else None,
+        }
+
+    async def replay(
+        self, request: web.Request, connection: Connection[Any], fetcher: Fetcher
+    ) -> object:
+        """Have what a lane delivered sent again, at the end of the lanes."""
+        if "after" not in request.query:
+            raise Problem(Kind.INVALID, "say behind which number: ?after=N, 0 for all that is kept")
+        after = _number(request, "after", 0, fetching.SEQUENCE_MAX)
+        lane, schema = request.match_info["lane"], self._database.schema
+        asked = await resending.ask(connection, schema, fetcher, lane, after)
+        return {
+            "lane": asked.lane,
+            "job": asked.job,
+            "from": asked.from_sequence,
+            "to": asked.to_sequence,
         }
 
     async def _fetcher(self, request: web.Request) -> Fetcher:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.store import tenancy
+from outbox.store.resending import is_receiver
 
 if TYPE_CHECKING:
     from collections.abc import Set
@@ -51,7 +52,7 @@ class Teller:
 
     def who(self, actor: str | None) -> str | None:
         """Who did something."""
-        if self.own is None or actor is None or actor in self.own:
+        if self.own is None or actor is None or actor in self.own or is_receiver(actor):
             return actor
         return RELAY if actor.startswith("replica ") else OPERATOR
 
@@ -68,7 +69,7 @@ class Teller:
         if self.own is None:
             return job
         told = replace(job, asked_by=self.who(job.asked_by) or OPERATOR)
-        if job.kind == "dead" or not job.all:
+        if job.kind != "history" or not job.all:
             return told
         return replace(told, done=int(job.share * HUNDREDTHS), all=HUNDREDTHS)
 

@@ -137,7 +137,7 @@ Examples:
 @json_option
 @settings_options
 def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool) -> None:
-    """List replay jobs, oldest first: of dead letters, and of history."""
+    """List replay jobs, oldest first: of dead letters, of history, and of lanes."""
     states = jobs.STATES if state == "all" else tuple(s for s in jobs.STATES if s == state)
 
     async def go() -> None:
@@ -213,8 +213,17 @@ def abort(settings: Settings, job_id: int, as_json: bool) -> None:
         click.echo(f"aborted replay job {job.id} after {count(job.taken, 'delivery')}")
 
 
+_COUNTED = {
+    "dead": "numbers of dead letters",
+    "history": "ids of events",
+    "lane": "numbers of the lane",
+}
+
+
 def _selection(job: Job) -> str:
-    """What was asked for, in the words of the command line."""
+    """What was asked for, in the words of the command line if it was asked for there."""
+    if job.kind == "lane":
+        return f"numbers {job.from_sequence} to {job.to_sequence} of lane {job.lane}"
     said: list[tuple[str, Any]] = [
         ("endpoint", job.endpoint),
         *(("type", each) for each in job.types or ()),
@@ -231,7 +240,7 @@ def _share(job: Job) -> str:
 
 
 def _pairs(job: Job) -> list[tuple[str, Any]]:
-    what = "numbers of dead letters" if job.kind == "dead" else "ids of events"
+    what = _COUNTED[job.kind]
     pairs: list[tuple[str, Any]] = [
         ("job", job.id),
         ("kind", job.kind),

@@ -225,6 +225,17 @@ class LaneOrder:
                 return state
         return None
 
+    def stand_in(self, sequence: int) -> State | None:
+        """As `close`, of a number that was acknowledged once, by whoever was here before.
+
+        So everything up to it is there to be had: beyond what was received, it is missing.
+        """
+        if sequence <= self.high:
+            return self.close(sequence)
+        self._states[State.MISSING].add(self.high + 1, sequence - 1)
+        self.high = sequence
+        return State.MISSING
+
     def forgo(self, lo: int, hi: int) -> tuple[Range, ...]:
         """Nobody can send these any more: of them, what was missing is unknown now."""
         missed = self._states[State.MISSING].remove(lo, hi)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from uuid import UUID
 
-Kind: TypeAlias = Literal["dead", "history"]
+Kind: TypeAlias = Literal["dead", "history", "lane"]
 Why: TypeAlias = Literal["aborted", "disabled", "removed", "unsubscribed"]
 """Why a part of a job ends before all of it was taken."""
 

@@ -63,19 +63,18 @@ class Replay:
     lane_id: int
     outbox_id: int
     id: int | None = None
-    """Of the dead letter's replay."""
+    """Of the replay of a number."""
     seq: int | None = None
     """The number it stands for."""
     backfill_id: int | None = None
-    """The backfill that it is of, or that its dead letter was of."""
+    """The job that gives it an X-Delivery of its own, or gave one to its dead letter."""
     copy_id: int | None = None
     """The dead letter that has a copy of the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Helping:
-    """What one batch takes of a dead letter's replay: its next numbers, and where the
-    rest begins."""
+    """What one batch takes of a replay: its next numbers, and where the rest begins."""
 
     id: int
     job_id: int

@@ -146,7 +146,7 @@ class Delivery:
     replay_of: tuple[str, int] | None
     """The lane and number that it stands for."""
     backfill: int | None
-    """The backfill that it is of, or that what it stands for was of."""
+    """The job that gives it an X-Delivery of its own, or gave one to what it stands for."""
     attempts: tuple[Attempt, ...]
     letter: Letter | None
     standing: Standing | None

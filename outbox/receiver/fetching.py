@@ -64,6 +64,17 @@ class Page:
     """Behind which number the next page begins; None: this is the last one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Resending:
+    """What a relay sends again."""
+
+    lane: str
+    job: int | None
+    """The relay's replay job; None: there is nothing behind the number."""
+    from_sequence: int
+    to_sequence: int
+
+
 class Source(Protocol):
     """What a receiver fetches from."""
 
@@ -126,13 +137,34 @@ class Fetch:
         query = {"after": str(after), "limit": str(PAGE)}
         return _page(await self._get_async(_path(lane), query))
 
+    def replay(self, lane: str, after: int) -> Resending:
+        """Have what was delivered behind a number sent again, at the end of its lane.
+
+        A receiver with an inbox processes of it what it has lost.  What was given up is
+        an operator's to send again.
+
+        Raises:
+            CannotFetch: the relay does not answer, has no such lane, or is about it already.
+        """
+        path = f"/v1/lanes/{urllib.parse.quote(lane, safe='')}/replay"
+        answer = self._ask("POST", path, {"after": str(after)})
+        return Resending(answer["lane"], answer["job"], answer["from"], answer["to"])
+
+    async def replay_async(self, lane: str, after: int) -> Resending:
+        """The same for asyncio."""
+        return await asyncio.to_thread(self.replay, lane, after)
+
     async def _get_async(self, path: str, query: Mapping[str, str]) -> Any:
         # In a thread: few are asked, seldom, and no client need be kept for it.
         return await asyncio.to_thread(self._get, path, query)
 
     def _get(self, path: str, query: Mapping[str, str]) -> Any:
+        return self._ask("GET", path, query)
+
+    def _ask(self, method: str, path: str, query: Mapping[str, str]) -> Any:
+        url = f"{self._url}{path}?{urllib.parse.urlencode(query)}"
         asked = urllib.request.Request(  # noqa: S310 (http or https, see __init__)
-            f"{self._url}{path}?{urllib.parse.urlencode(query)}", headers=self._headers
+            url, headers=self._headers, method=method
         )
         try:
             with _OPENER.open(asked, timeout=self._timeout_s) as answer:

@@ -98,9 +98,9 @@ class Replaying:
         shares = self._pacing.shares(_now())
         taken.ends += [share for share in shares if share.part.why is not None]
         shares = [share for share in shares if share.part.why is None]
-        letters = [share for share in shares if share.part.kind == "dead"]
-        if letters:
-            await self._take_letters(letters, taken)
+        numbered = [share for share in shares if share.part.kind != "history"]
+        if numbered:
+            await self._take_numbers(numbered, taken)
         for share in shares:
             if share.part.kind == "history":
                 await self._take_history(share, router, taken)
@@ -125,7 +125,7 @@ class Replaying:
         """After the batch was written, which the version stands for: lanes go on."""
         await self._store.tell_owners()
 
-    async def _take_letters(self, shares: Sequence[Share], taken: Taken) -> None:
+    async def _take_numbers(self, shares: Sequence[Share], taken: Taken) -> None:
         found, taken.unblocked = await self._store.take_letters(shares)
         taken.helpings = await self._routing.replays(shares)
         for share in shares:
@@ -142,6 +142,8 @@ class Replaying:
                     continue
                 taken.replays += helping.replays
                 move.taken += len(helping.replays)
+                if share.part.kind == "lane":
+                    move.next_id = helping.next_seq
                 if helping.missing:
                     log.error(
                         "numbers to be sent again are not there; run outbox verify",

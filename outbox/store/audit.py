@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.core.periods import WIDTH
 from outbox.store.repairs import WHOLE
+from outbox.store.routing import RESENT
 from outbox.store.subscribed import FILTER_MET, MATCHES
 
 if TYPE_CHECKING:
@@ -178,24 +179,55 @@ CHECKS: tuple[Check, ...] = (
          WHERE d.n <> r.next_seq - d.first OR d.numbers <> d.n OR d.last >= r.next_seq
             OR NOT CASE {_FIRST_BATCH} WHEN 0 THEN d.first = x.seq ELSE d.first >= x.seq END
         UNION ALL
-        SELECT format('lane %s number %s stands for number %s of lane %s', d.lane_id, d.seq,
-                      d.replay_seq, x.lane_id)
+        SELECT format('lane %s number %s stands for number %s of replay %s', d.lane_id, d.seq,
+                      d.replay_seq, d.replay_id)
           FROM (SELECT *, lag(replay_seq) OVER (
                        PARTITION BY replay_id, lane_id ORDER BY seq) AS replay_seq_before
                   FROM delivery WHERE replay_id IS NOT NULL) d
          CROSS JOIN LATERAL (SELECT endpoint_id FROM lane WHERE id = d.lane_id OFFSET 0) l
           LEFT JOIN LATERAL (
-               SELECT x.* FROM replay r JOIN dead_letter x ON x.id = r.dead_id
+               SELECT x.*, r.job_id, r.dead_id IS NULL AS is_resent, r.endpoint_id AS its_endpoint
+                 FROM replay r LEFT JOIN dead_letter x ON x.id = r.dead_id
                 WHERE r.id = d.replay_id OFFSET 0) x ON true
           LEFT JOIN LATERAL (
                SELECT outbox_id, backfill_id FROM delivery
                 WHERE x.outbox_id IS NULL AND lane_id = x.lane_id AND batch >= x.batch
                   AND seq = d.replay_seq LIMIT 1) was ON true
-         WHERE x.endpoint_id IS DISTINCT FROM l.endpoint_id
+         WHERE x.its_endpoint IS DISTINCT FROM l.endpoint_id
             OR d.replay_seq <= d.replay_seq_before
-            OR (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {_FIRST_BATCH} = 0)
+            OR x.is_resent AND d.backfill_id IS DISTINCT FROM x.job_id
+            OR NOT x.is_resent
+               AND (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {_FIRST_BATCH} = 0)
                AND (coalesce(x.outbox_id, was.outbox_id) IS DISTINCT FROM d.outbox_id
                     OR coalesce(x.backfill_id, was.backfill_id) IS DISTINCT FROM d.backfill_id)
+        """,  # noqa: S608
+    ),
+    # Both books are added up, as above.  What was erased may have been passed over.
+    Check(
+        "resent",
+        "of what a receiver asked for again, each number that was delivered came once more",
+        f"""
+        WITH {_KEPT},
+        asked AS MATERIALIZED (
+            SELECT r.id, j.lane_id, p.first_id, r.next_seq
+              FROM replay r JOIN replay_job j ON j.id = r.job_id AND j.kind = 'lane'
+              JOIN replay_part p ON p.job_id = j.id)
+        SELECT format('replay %s: number %s with event %s came %s times', id, seq, outbox_id,
+                      sum(given))
+          FROM (SELECT a.id, d.seq, d.outbox_id, 1 AS owed, 0 AS given,
+                       EXISTS (SELECT FROM outbox
+                                WHERE id = d.outbox_id AND payload IS NOT NULL) AS must
+                  FROM asked a
+                  JOIN delivery d ON d.lane_id = a.lane_id AND d.seq >= a.first_id
+                   AND d.seq < a.next_seq AND d.batch >= {_FIRST_BATCH}
+                 WHERE {RESENT.format(d="d", lane="a.lane_id")}
+                 UNION ALL
+                SELECT a.id, d.replay_seq, d.outbox_id, 0, 1, false
+                  FROM asked a JOIN delivery d ON d.replay_id = a.id
+                 WHERE d.batch >= {_FIRST_BATCH}) both_books
+         GROUP BY id, seq, outbox_id
+        HAVING sum(given) > 1
+            OR {_FIRST_BATCH} = 0 AND (sum(given) > sum(owed) OR bool_or(must) AND sum(given) = 0)
         """,  # noqa: S608
     ),
     Check(

@@ -158,6 +158,7 @@ async def ask(
             rate_per_s,
             actor,
             covered.gaps,
+            None,
         )
         first, last = [first_id], [covered.last_id]
         await connection.execute(ADD_PARTS, job, [covered.endpoint_id], first, last, [None], first)

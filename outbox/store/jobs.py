@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from outbox.core.identity import lane_name
 from outbox.errors import Conflict, NotFound
 from outbox.store.changes import change, write_journal
 from outbox.store.connect import map_errors
@@ -23,8 +24,8 @@ STATES: tuple[State, ...] = get_args(State)
 # those dead letters are dead as before.
 CALL_OFF = """
 WITH pending AS (
-    SELECT r.id, r.dead_id, r.next_seq > d.seq AS begun
-      FROM replay r JOIN dead_letter d ON d.id = r.dead_id
+    SELECT r.id, r.dead_id, coalesce(r.next_seq > d.seq, true) AS begun
+      FROM replay r LEFT JOIN dead_letter d ON d.id = r.dead_id
      WHERE ($1::uuid IS NULL OR r.endpoint_id = $1) AND ($2::bigint IS NULL OR r.job_id = $2)
        AND r.next_seq <= r.to_seq),
 cut AS (
@@ -35,16 +36,22 @@ UPDATE dead_letter SET state = 'dead' WHERE id IN (SELECT dead_id FROM pending)
 """
 
 # How far a job is.  That of a backfill is told by the ids that it has passed, because
-# nobody knows beforehand how many of the events are for its endpoint.  In a lane or on
+# nobody knows beforehand how many of the events are for its endpoint; that of a lane by
+# numbers.  In a lane or on
 # the way is what the batch of the last helping gave to each part that has not ended.
 _JOBS = """
 SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, j.until,
        j.rate_per_s, j.asked_at, j.asked_by, j.ended_at, p.*,
+       l.endpoint_id AS lane_endpoint, l.generation, l.slot,
+       CASE WHEN j.kind = 'lane' THEN p.least END AS from_sequence,
+       CASE WHEN j.kind = 'lane' THEN p.greatest END AS to_sequence,
        CASE WHEN j.kind = 'dead' THEN p.taken + p.erased ELSE p.passed END AS done,
        CASE WHEN j.kind = 'dead' THEN p.expected ELSE p.covered END AS all
   FROM replay_job j
+  LEFT JOIN lane l ON l.id = j.lane_id
  CROSS JOIN LATERAL (
-       SELECT count(*) AS endpoints, count(*) FILTER (WHERE ended_at IS NULL) AS open,
+       SELECT min(first_id) AS least, max(last_id) AS greatest, count(*) AS endpoints,
+              count(*) FILTER (WHERE ended_at IS NULL) AS open,
               coalesce(sum(taken), 0)::bigint AS taken,
               coalesce(sum(erased), 0)::bigint AS erased,
               coalesce(sum(expected), 0)::bigint AS expected,
@@ -74,9 +81,13 @@ class Job:
     """A replay job, and how far it is."""
 
     id: int
-    kind: Literal["dead", "history"]
+    kind: Literal["dead", "history", "lane"]
     state: State
     endpoint: str | None
+    lane: str | None
+    """Whose receiver asked for what it delivered, and for which numbers."""
+    from_sequence: int | None
+    to_sequence: int | None
     types: tuple[str, ...] | None
     tenant: str | None
     reason: str | None
@@ -94,8 +105,8 @@ class Job:
     erased: int
     """Passed over, because their events are gone."""
     done: int
-    """Of `all`: dead letters' numbers, or ids of events that were looked at; of these a
-    tenant is told hundredths."""
+    """Of `all`: dead letters' numbers, a lane's, or ids of events that were looked at; of
+    these a tenant is told hundredths."""
     all: int
     stopped: dict[str, int]
     """Endpoints where it ended before its time, by reason."""
@@ -172,9 +183,14 @@ def _job(row: Any) -> Job:
     values = dict(row)
     types = values["types"]
     stopped = {why: values.pop(why) for why in ("disabled", "removed", "unsubscribed")}
-    names = {name: values[name] for name in Job.__slots__ if name not in ("stopped", "types")}
+    others = ("stopped", "types", "lane")
+    names = {name: values[name] for name in Job.__slots__ if name not in others}
+    lane = None
+    if values["lane_endpoint"] is not None:
+        lane = lane_name(values["lane_endpoint"], values["generation"], values["slot"])
     return Job(
         **names,
+        lane=lane,
         types=None if types is None else tuple(types),
         stopped={why: n for why, n in stopped.items() if n},
     )

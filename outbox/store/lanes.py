@@ -108,8 +108,9 @@ SELECT lane_id, batch, seq, outbox_id, backfill_id, committed_after, {EVENT},
                       was.generation AS was_generation, was.slot AS was_slot,
                       d.replay_seq AS was_seq
                  FROM replay
-                 JOIN dead_letter dead ON dead.id = replay.dead_id
-                 JOIN lane was ON was.id = dead.lane_id
+                 JOIN replay_job job ON job.id = replay.job_id
+                 LEFT JOIN dead_letter dead ON dead.id = replay.dead_id
+                 JOIN lane was ON was.id = coalesce(job.lane_id, dead.lane_id)
                 WHERE replay.id = d.replay_id LIMIT 1) w ON true) found
  WHERE coalesce(bytes_before, 0) < $5
  ORDER BY lane_id, seq

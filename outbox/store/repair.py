@@ -46,6 +46,7 @@ ADVICE: Mapping[str, str] = {
     "real": "restore outbox and delivery from the same backup; see outbox trace ID",
     "once": "its receiver dropped the second by its X-Delivery; see outbox trace ID",
     "replayed": "see outbox dead show ID; what is missing can be sent again: outbox dead replay ID",
+    "resent": "see outbox replay list --state all; the receiver asks for what is missing again",
     "backfilled": "see outbox replay show JOB; ask for what is missing again: outbox replay",
     "numbered": "where --repair leaves one, numbers are missing: restore delivery from a backup, "
     "or begin new lanes: outbox endpoint update NAME --lanes N",

@@ -221,12 +221,13 @@ REPAIRS: tuple[Repair, ...] = (
         "replays",
         "call off what a removed endpoint would be sent again",
         """
-        SELECT e.id AS endpoint_id, r.id AS replay_id, r.dead_id, r.next_seq > x.seq AS begun,
+        SELECT e.id AS endpoint_id, r.id AS replay_id, r.dead_id,
+               coalesce(r.next_seq > x.seq, true) AS begun,
                to_jsonb(r.to_seq) AS before, to_jsonb(r.next_seq - 1) AS after,
                format('replay %s is for endpoint %s, which is removed', r.id, e.name) AS what
           FROM replay r
-          JOIN dead_letter x ON x.id = r.dead_id
-          JOIN endpoint e ON e.id = x.endpoint_id AND e.state = 'removed'
+          LEFT JOIN dead_letter x ON x.id = r.dead_id
+          JOIN endpoint e ON e.id = r.endpoint_id AND e.state = 'removed'
          WHERE r.next_seq <= r.to_seq
         """,
         """

@@ -79,14 +79,14 @@ SEEN_MAX, SPARE = 200, 10
 beyond those that may be taken, where any will do that is not erased."""
 
 # The next dead letters of parts none of whose replays is waiting; one empty row for a
-# part that has no more.
+# part that has no more.  A lane's part is one replay, and nothing besides.
 READ_LETTERS = f"""
 SELECT p.job_id, p.endpoint_id, p.last_id, d.id, d.is_erased, d.wanted
   FROM unnest($1::bigint[], $2::uuid[], $3::bigint[]) AS part(job_id, endpoint_id, numbers)
  CROSS JOIN LATERAL (
        SELECT * FROM replay_part
         WHERE job_id = part.job_id AND endpoint_id = part.endpoint_id LIMIT 1) p
-  JOIN replay_job s ON s.id = p.job_id AND s.kind = 'dead' AND s.state = 'running'
+  JOIN replay_job s ON s.id = p.job_id AND s.kind IN ('dead', 'lane') AND s.state = 'running'
  CROSS JOIN LATERAL (
        SELECT EXISTS (SELECT FROM replay r
                        WHERE r.job_id = p.job_id AND r.endpoint_id = p.endpoint_id
@@ -95,7 +95,7 @@ SELECT p.job_id, p.endpoint_id, p.last_id, d.id, d.is_erased, d.wanted
        SELECT d.id, d.outbox_id IS NOT NULL AND d.payload IS NULL AS is_erased,
               {SELECTED} AS wanted
          FROM (SELECT * FROM dead_letter
-                WHERE endpoint_id = p.endpoint_id AND state = 'dead'
+                WHERE s.kind = 'dead' AND endpoint_id = p.endpoint_id AND state = 'dead'
                   AND id >= p.next_id AND id <= p.last_id
                 ORDER BY id
                 LIMIT CASE WHEN num_nonnulls(s.types, s.tenant, s.reason, s.since, s.until) > 0

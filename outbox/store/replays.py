@@ -52,8 +52,9 @@ SELECT d.endpoint_id, e.name AS endpoint, e.state,
 
 ADD_JOB = """
 INSERT INTO replay_job (kind, endpoint, types, tenant, reason, since, until, rate_per_s, asked_by,
-                        gaps)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, coalesce($10::int8multirange, '{}')) RETURNING id
+                        gaps, lane_id)
+VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, coalesce($10::int8multirange, '{}'), $11)
+RETURNING id
 """
 
 ADD_PARTS = """
@@ -183,7 +184,7 @@ async def _add(
     """A job, and its part at each endpoint."""
     its = selection.filter
     job: int = await connection.fetchval(
-        ADD_JOB, "dead", its.endpoint, *its.arguments, rate_per_s, actor, None
+        ADD_JOB, "dead", its.endpoint, *its.arguments, rate_per_s, actor, None, None
     )
     # What is named was taken already, so a part has nothing more to look at.
     last_ids = [0 if selection.ids else each.last_id for each in found]

@@ -128,23 +128,30 @@ _OPEN_RANGE = f"""
          OR {_ASKED_FOR})
 """  # noqa: S608 (constants only)
 
-# Ranges that may be sent again, and replays of ranges that are to come.
+# Ranges that may be sent again, and replays of ranges and lanes that are to come.
 PINNED_BY_RANGES = f"""
 SELECT EXISTS (SELECT FROM dead_letter d WHERE d.batch <= $2 AND {_OPEN_RANGE})
     OR EXISTS (
-    SELECT FROM replay r JOIN dead_letter d ON d.id = r.dead_id
+    SELECT FROM replay r LEFT JOIN dead_letter d ON d.id = r.dead_id
      WHERE r.next_seq <= r.to_seq AND d.outbox_id IS NULL AND r.next_batch <= $2)
 """  # noqa: S608
 
 # Deliveries made by replays of events in [$2, $3), whose batch tells nothing about the
-# event's age: those that are owed, and those in ranges that may be sent again or are
-# being sent; unless a dead letter has a copy.
+# event's age: those that are owed, and those in ranges that may be sent again, or are
+# being sent, as those of a lane may be; unless a dead letter has a copy.
 PINNED_BY_REPLAYS = f"""
+WITH resent AS MATERIALIZED (
+    SELECT j.lane_id, r.next_seq, r.to_seq
+      FROM replay r JOIN replay_job j ON j.id = r.job_id
+     WHERE r.next_seq <= r.to_seq AND r.dead_id IS NULL)
 SELECT EXISTS (
     SELECT FROM delivery again JOIN lane_progress lane ON lane.lane_id = again.lane_id
      WHERE (again.replay_id IS NOT NULL OR again.backfill_id IS NOT NULL)
        AND again.copy_id IS NULL AND again.outbox_id >= $2 AND again.outbox_id < $3
        AND (again.seq > lane.acked_seq OR EXISTS (
+             SELECT FROM resent r
+              WHERE r.lane_id = again.lane_id AND again.seq BETWEEN r.next_seq AND r.to_seq)
+            OR EXISTS (
              SELECT FROM dead_letter d
               WHERE d.lane_id = again.lane_id AND again.seq BETWEEN d.seq AND d.to_seq
                 AND ({_OPEN_RANGE} OR d.outbox_id IS NULL AND EXISTS (

@@ -28,16 +28,30 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants, s.filter,
  WHERE s.to_batch IS NULL
 """
 
+RESENT_SEEN_MAX = 200
+"""Numbers of a lane that are looked at in one batch: some are passed over."""
+
+# Whether a delivery `{d}` of the lane `{lane}` is to be sent again when its receiver asks
+# for what it got: if it was not given up, which is an operator's to decide about, is not
+# itself sent again because of such a wish, and has an event still.
+RESENT = """
+    (NOT EXISTS (SELECT FROM replay_job j WHERE j.id = {d}.backfill_id AND j.kind = 'lane')
+     AND coalesce((SELECT x.to_seq FROM dead_letter x
+                    WHERE x.lane_id = {lane} AND x.seq <= {d}.seq
+                    ORDER BY x.seq DESC LIMIT 1), 0) < {d}.seq)
+"""
+
 # The next numbers of the replays that are waiting, of each of some parts of jobs the
 # oldest first, at most so many of each part; each goes to the end of the lane that its
 # key has today.  How many each replay may take is known beforehand, because numbers
 # have no holes, so no more is read of a range than is taken, and it is read from where
 # the last batch ended.  One letter has its own copy of the event; of a range only the
 # deliveries are left, whose events tell the key, or the letters that they came of, when
-# a lane gave up what was sent again.  A number whose delivery is gone is
+# a lane gave up what was sent again.  So it is with what a lane delivered, of which some
+# are not wanted; a job has but one of these.  A number whose delivery is gone is
 # NULL here, once for its replay, and passed over.  LIMIT 1 keeps it to a look for each
 # replay, and OFFSET 0 to those that wait, whatever the planner knows.
-READ_REPLAYS = """
+READ_REPLAYS = f"""
 WITH asked AS MATERIALIZED (
     SELECT part.job_id, part.endpoint_id, part.most, r.*, x.*,
            sum(r.to_seq - r.next_seq + 1) OVER (
@@ -51,34 +65,45 @@ WITH asked AS MATERIALIZED (
                   AND next_seq <= to_seq OFFSET 0) waiting
             ORDER BY id LIMIT part.most) r
      CROSS JOIN LATERAL (
-           SELECT d.lane_id, d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes
-             FROM dead_letter d
-             JOIN endpoint e ON e.id = d.endpoint_id AND e.state IN ('active', 'paused')
-            WHERE d.id = r.dead_id LIMIT 1) x),
+           SELECT j.lane_id AS resent_id, coalesce(j.lane_id, d.lane_id) AS lane_id,
+                  d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes
+             FROM replay_job j
+             JOIN endpoint e ON e.id = part.endpoint_id AND e.state IN ('active', 'paused')
+             LEFT JOIN dead_letter d ON d.id = r.dead_id
+            WHERE j.id = part.job_id LIMIT 1) x),
 taking AS (
-    SELECT *, least(to_seq - next_seq + 1, most - before)::bigint AS numbers
+    SELECT *, least(to_seq - next_seq + 1,
+                    CASE WHEN resent_id IS NULL THEN most - before
+                         ELSE {RESENT_SEEN_MAX} END)::bigint AS numbers
       FROM asked WHERE before < most)
 SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id,
-       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id
+       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id, d.wanted
   FROM taking t
   LEFT JOIN LATERAL (
        SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key, t.backfill_id,
-              t.dead_id AS copy_id
+              t.dead_id AS copy_id, true AS wanted
         WHERE t.outbox_id IS NOT NULL
         UNION ALL
-       SELECT n.seq, n.batch, n.outbox_id, coalesce(o.key, c.key), n.backfill_id, n.copy_id
+       SELECT n.seq, n.batch, n.outbox_id, coalesce(o.key, c.key),
+              CASE WHEN t.resent_id IS NULL THEN n.backfill_id ELSE t.job_id END, n.copy_id,
+              t.resent_id IS NULL OR coalesce(o.is_there, c.is_there, false)
+              AND {RESENT.format(d="n", lane="t.lane_id")}
          FROM (SELECT seq, batch, outbox_id, backfill_id, copy_id FROM delivery
                 WHERE t.outbox_id IS NULL AND lane_id = t.lane_id
                   AND batch >= t.next_batch AND seq >= t.next_seq
                 ORDER BY batch, seq LIMIT t.numbers) n
-         LEFT JOIN LATERAL (SELECT key FROM outbox WHERE id = n.outbox_id LIMIT 1) o ON true
-         LEFT JOIN LATERAL (SELECT key FROM dead_letter WHERE id = n.copy_id LIMIT 1) c ON true
+         LEFT JOIN LATERAL (
+              SELECT key, payload IS NOT NULL AS is_there FROM outbox
+               WHERE id = n.outbox_id LIMIT 1) o ON true
+         LEFT JOIN LATERAL (
+              SELECT key, payload IS NOT NULL AS is_there FROM dead_letter
+               WHERE id = n.copy_id LIMIT 1) c ON true
         WHERE n.seq < t.next_seq + t.numbers) d ON true
   LEFT JOIN lane l ON l.endpoint_id = t.endpoint_id AND l.generation = t.generation
    AND l.slot = (CASE WHEN d.key IS NULL THEN d.outbox_id
                       ELSE hashtextextended(d.key, 0) & 9223372036854775807 END) % t.lanes
  ORDER BY t.job_id, t.endpoint_id, t.id, d.seq
-"""
+"""  # noqa: S608 (constants only)
 
 WRITE_HELPINGS = """
 UPDATE replay r SET next_seq = h.next_seq, next_batch = h.next_batch
@@ -108,19 +133,19 @@ class RoutingStore:
         ]
 
     async def replays(self, shares: Sequence[Share]) -> list[Helping]:
-        """What a batch may take of the dead letters that are being sent again."""
+        """What a batch may take of the numbers that are being sent again."""
         rows = await self._db.fetch(
             READ_REPLAYS,
             [share.part.job_id for share in shares],
             [share.part.endpoint_id for share in shares],
             [share.numbers for share in shares],
         )
-        per_lane = {(s.part.job_id, s.part.endpoint_id): s.per_lane for s in shares}
+        share_of = {(s.part.job_id, s.part.endpoint_id): s for s in shares}
         helpings: list[Helping] = []
         for part, of_part in groupby(rows, lambda r: (r["job_id"], r["endpoint_id"])):
             its = list(of_part)
-            lane_ids = [r["lane_id"] for r in its if r["seq"] is not None]
-            left = fitting(lane_ids, per_lane[part], len(lane_ids))
+            lane_ids = [r["lane_id"] for r in its if r["wanted"]]
+            left = fitting(lane_ids, share_of[part].per_lane, share_of[part].numbers)
             for _, of_one in groupby(its, lambda r: r["id"]):
                 helping, left = _helping(list(of_one), left)
                 if helping is None:
@@ -141,14 +166,15 @@ class RoutingStore:
 def _helping(rows: list[Any], left: int) -> tuple[Helping | None, int]:
     """What is taken of one replay when `left` numbers may be; and how many then still."""
     first = rows[0]
-    found = [r for r in rows if r["seq"] is not None]
-    taken = found[:left]
-    if found and not taken:
+    wanted = [r for r in rows if r["wanted"]]
+    taken = wanted[:left]
+    if wanted and not taken:
         return None, 0
-    if len(taken) < len(found):
-        next_seq = found[left]["seq"]
+    if len(taken) < len(wanted):
+        next_seq = wanted[left]["seq"]
     else:
         next_seq = first["next_seq"] + first["numbers"]
+    passed = [r for r in rows if r["seq"] is not None and r["seq"] < next_seq]
     helping = Helping(
         first["id"],
         first["job_id"],
@@ -158,8 +184,8 @@ def _helping(rows: list[Any], left: int) -> tuple[Helping | None, int]:
             for r in taken
         ),
         next_seq=next_seq,
-        next_batch=taken[-1]["batch"] if taken else first["next_batch"],
-        missing=next_seq - first["next_seq"] - len(taken),
+        next_batch=passed[-1]["batch"] if passed else first["next_batch"],
+        missing=next_seq - first["next_seq"] - len(passed),
     )
     # When it was cut short, nothing of the replays behind it may be taken.
-    return helping, left - len(taken) if len(taken) == len(found) else 0
+    return helping, left - len(taken) if len(taken) == len(wanted) else 0

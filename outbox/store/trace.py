@@ -99,7 +99,9 @@ SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS num
   JOIN lane l ON l.id = g.lane_id
   JOIN endpoint e ON e.id = l.endpoint_id AND ($3::uuid[] IS NULL OR e.id = ANY ($3))
   JOIN batch b ON b.batch = g.batch
-  LEFT JOIN (replay r JOIN dead_letter x ON x.id = r.dead_id JOIN lane was ON was.id = x.lane_id)
+  LEFT JOIN (replay r JOIN replay_job j ON j.id = r.job_id
+             LEFT JOIN dead_letter x ON x.id = r.dead_id
+             JOIN lane was ON was.id = coalesce(j.lane_id, x.lane_id))
     ON r.id = g.replay_id
  ORDER BY e.name COLLATE "C", g.batch, g.lane_id, g.seq
 """

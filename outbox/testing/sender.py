@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 SECRET = "whsec_" + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
 PAGE = 100
+JOBS_FROM = 1000
+"""Numbers of jobs that a receiver asks for; an operator's are below."""
 
 
 def sign(
@@ -81,7 +83,7 @@ class FakeSender:
         self._clock = clock
         self._new_id = new_id
         self._lanes: dict[str, list[_Numbered]] = {}
-        self._events = 0
+        self._events = self._jobs = 0
 
     def lane(self, slot: int = 0, generation: int = 1) -> str:
         """The name of a lane."""
@@ -129,6 +131,22 @@ class FakeSender:
         """Send an event once more on purpose: it is to be processed again."""
         return self._append(replace(self._of(request).delivery, backfill_id=number))
 
+    def send_again(self, lane: str, after: int) -> list[Request]:
+        """What a relay sends when its receiver asks for what a lane delivered behind a number."""
+        self._jobs += 1
+        found = [
+            each.delivery
+            for each in self._lanes.get(lane, [])[after:]
+            if not each.given_up and not each.is_sent_again
+        ]
+        return [
+            self._append(
+                replace(each, replay_of=(lane, each.seq), backfill_id=JOBS_FROM + self._jobs),
+                is_sent_again=True,
+            )
+            for each in found
+        ]
+
     def again(self, request: Request, attempt: int = 2) -> Request:
         """The same number once more, signed at this time."""
         return self._of(request).request(attempt, self._key, self._clock())
@@ -167,10 +185,13 @@ class FakeSender:
 
     # --------------------------------------------------------------------------- inside
 
-    def _append(self, delivery: Delivery, *, lane_ends: bool = False) -> Request:
+    def _append(
+        self, delivery: Delivery, *, lane_ends: bool = False, is_sent_again: bool = False
+    ) -> Request:
         numbers = self._lanes.setdefault(delivery.lane, [])
         previous = max((n.delivery.seq for n in numbers if not n.given_up), default=0)
         numbered = _Numbered(replace(delivery, seq=len(numbers) + 1), previous, lane_ends)
+        numbered.is_sent_again = is_sent_again
         numbers.append(numbered)
         return numbered.request(1, self._key, self._clock())
 
@@ -187,6 +208,7 @@ class _Numbered:
     def __init__(self, delivery: Delivery, previous: int, lane_ends: bool) -> None:
         self.delivery = delivery
         self.given_up = False
+        self.is_sent_again = False
         self._prepared = prepare(delivery, previous, lane_ends=lane_ends)
 
     def request(self, attempt: int, key: bytes, now: float) -> Request:

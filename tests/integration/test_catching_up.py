@@ -79,7 +79,7 @@ class Ledger:
 
     def __init__(self, file: Path, secret: str, **options: Any) -> None:
         self.file = file
-        with contextlib.closing(sqlite3.connect(file)) as db:
+        with contextlib.closing(self.connected()) as db:
             db.execute("CREATE TABLE IF NOT EXISTS moved (n)")
             db.commit()
         self.receiver = Receiver(secret, file, **options)
@@ -88,8 +88,11 @@ class Ledger:
     def move(self, message: Any, connection: sqlite3.Connection) -> None:
         connection.execute("INSERT INTO moved VALUES (?)", (message.data,))
 
+    def connected(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.file)
+
     def moved(self) -> list[int]:
-        with contextlib.closing(sqlite3.connect(self.file)) as db:
+        with contextlib.closing(self.connected()) as db:
             return [n for (n,) in db.execute("SELECT n FROM moved ORDER BY rowid")]
 
 
@@ -103,7 +106,7 @@ async def test_after_a_restored_backup_nothing_is_missing_and_nothing_twice(
         async with running(database, wire):
             await publish(database, *range(5), key="k")
             await all_ended(database)
-            with contextlib.closing(sqlite3.connect(ledger.file)) as db:
+            with contextlib.closing(ledger.connected()) as db:
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             shutil.copy(ledger.file, tmp_path / "backup.sqlite")
             await publish(database, *range(5, 10), key="k")

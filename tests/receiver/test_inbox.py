@@ -103,6 +103,38 @@ async def test_each_event_is_taken_once_whatever_comes(opener: Opener, database:
     assert not lane.state.holes
 
 
+async def test_what_is_sent_again_on_request_is_taken_if_it_was_lost(opener: Opener) -> None:
+    """It has an X-Delivery of its own, so only its number tells what it is a copy of."""
+
+    def again(seq: int, of: int, lane: str = "a-1-0") -> Message:
+        event = {"outbox_id": of, "event_id": delivery(of).event_id}
+        return message(seq, replay_of=("a-1-0", of), backfill_id=7, lane=lane, **event)
+
+    fresh, twice, conflict = Outcome.FRESH, Outcome.DUPLICATE, Outcome.CONFLICT
+    for what, outcome in (
+        (message(1), fresh),
+        (message(4), fresh),  # 2 and 3 are missing.
+        (again(5, 1), twice),
+        (again(6, 2), fresh),
+        (again(6, 2), twice),
+        (message(2), twice),  # It was only late.
+        (message(4, outbox_id=77), conflict),
+        (message(3), fresh),
+        (again(7, 3), twice),
+        # In the lane of a new generation, before it was seen in its own.
+        (message(1, lane="a-2-0", outbox_id=50), fresh),
+        (again(2, 9, "a-2-0"), fresh),
+        (message(9), twice),
+        (again(3, 9, "a-2-0"), twice),
+    ):
+        async with opener.transaction() as transaction:
+            taken = await transaction.take(what)
+        assert taken.outcome is outcome, what
+    async with opener.transaction() as transaction:
+        lane = (await transaction.call("lanes"))["a-1-0"]
+    assert (lane.state.high, lane.state.missing) == (9, ((8, 8),))
+
+
 async def test_what_rolls_back_comes_again(opener: Opener, database: Database) -> None:
     class Crash(Exception):
         pass

@@ -112,8 +112,8 @@ class World(RuleBasedStateMachine):
     def begin(self) -> None:
         self.disk = Disk()
         self.events: list[dict[str, Any]] = []
-        """What was numbered, in order: `event`, `replay_of`, `state`."""
-        self.published = 0
+        """What was numbered, in order: `event`, `replay_of`, `state`, and perhaps `job`."""
+        self.published = self.jobs = 0
         self.given_up: set[int] = set()
         """Events that the sender gave up, and nobody asked for again."""
         self.may_have_lost = False
@@ -165,12 +165,24 @@ class World(RuleBasedStateMachine):
             seq
             for seq, each in enumerate(self.events, 1)
             if each["state"] == "given up"
+            and "job" not in each
             and not any(other["replay_of"] == seq for other in self.events)
         ]
         if dead:
             seq = data.draw(st.sampled_from(dead))
             event = self.events[seq - 1]["event"]
             self.events.append({"event": event, "replay_of": seq, "state": "owed"})
+
+    @rule(data=st.data())
+    def send_again(self, data: st.DataObject) -> None:
+        """The receiver asks for what was delivered behind a number."""
+        after = data.draw(st.integers(0, self._acknowledged()))
+        self.jobs += 1
+        for seq in range(after + 1, self._acknowledged() + 1):
+            each = self.events[seq - 1]
+            if each["state"] == "delivered" and "job" not in each:
+                again = {"replay_of": seq, "state": "owed", "job": self.jobs}
+                self.events.append({"event": each["event"], **again})
 
     @precondition(lambda self: self.head is not None)
     @rule()
@@ -191,6 +203,7 @@ class World(RuleBasedStateMachine):
             outbox_id=each["event"],
             event_id=delivery(each["event"]).event_id,
             replay_of=None if stands_for is None else (LANE, stands_for),
+            backfill_id=each.get("job"),
             payload=b'{"n": %d}' % each["event"],
             published_at=delivery(1).published_at.replace(microsecond=each["event"]),
         )

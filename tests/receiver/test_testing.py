@@ -47,6 +47,13 @@ def test_a_lane_counts_as_a_relays_does(outbox_sender: FakeSender, outbox_secret
     assert messages[4].delivery_id != messages[0].delivery_id
     assert messages[5].lane_ends
     assert [m.attempt for m in messages[-2:]] == [1, 2]
+    for _ in range(2):
+        resent = [
+            verify(each.headers, each.body, outbox_secret).message
+            for each in sender.send_again(sender.lane(), 1)
+        ]
+        assert [m and m.replay_of for m in resent] == [(sender.lane(), n) for n in (3, 4, 5)]
+        assert len({m.delivery_id for m in (*messages, *resent) if m is not None}) == 8
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outbox.config import Settings
 from outbox.core.answer import Answer, Verdict
 from outbox.core.health import HealthRecord, State
+from outbox.core.identity import lane_name
 from outbox.core.lane import Lane
 from outbox.core.operational import Told
 from outbox.core.retry import RetryPolicy
@@ -28,11 +29,13 @@ from outbox.store import (
     endpoint_states,
     jobs,
     replays,
+    resending,
     schedule_changes,
 )
 from outbox.store.backfill import Backfill
 from outbox.store.care import CareStore, Kept
 from outbox.store.cursor import CursorStore
+from outbox.store.fetch_tokens import Fetcher
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
@@ -336,14 +339,15 @@ class Script:
 
     async def _finish(self) -> Any:
         said = []
-        for endpoint in await self._lanes.endpoints(sorted(self._owner, key=self._n)):
+        found = await self._lanes.endpoints(sorted(self._owner, key=self._n))
+        # A server returns rows in any order, and the first one that is fenced off ends this.
+        for endpoint in sorted(found, key=lambda endpoint: self._n(endpoint.id)):
             if endpoint.ends:
                 loaded = await self._lanes.lanes([endpoint.id])
                 acked = sorted((x.id, x.progress.acked_seq) for x in loaded)
                 await RecordStore(self._db, self._owner[endpoint.id]).finish(endpoint.id, acked)
                 said.append(self._n(endpoint.id))
-        # A server returns rows in any order.
-        return sorted(said)
+        return said
 
     # ------------------------------------------------------------- the ticker
 
@@ -410,10 +414,15 @@ class Script:
             ids = tuple(rng.sample(range(1, 10), 2))
             outcome = await replays.replay(db, SCHEMA, Selection(ids=ids), actor="test")
             return outcome.done, outcome.skipped, outcome.job
-        elif u < 0.95:
+        elif u < 0.93:
+            whose = self._side.endpoint_ids[int(name[1:])]
+            lane = lane_name(whose, rng.randrange(1, 3), rng.randrange(2))
+            asked = await resending.ask(db, SCHEMA, Fetcher(whose, name), lane, rng.randrange(5))
+            return asked.job, asked.from_sequence, asked.to_sequence
+        elif u < 0.96:
             since = datetime.fromtimestamp(0, UTC)
             return await backfill.ask(db, SCHEMA, Backfill(name, since), actor="test")
-        elif u < 0.97:
+        elif u < 0.98:
             return (await jobs.abort(db, SCHEMA, rng.randrange(1, 5), actor="test")).taken
         else:
             await discards.discard(db, SCHEMA, Selection(everything=True), actor="test")

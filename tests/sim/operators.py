@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+from outbox.core.identity import lane_name
 from outbox.core.ticks import ScheduleSettings
 from outbox.errors import OutboxError
 from outbox.store import (
@@ -18,10 +19,12 @@ from outbox.store import (
     jobs,
     operational,
     replays,
+    resending,
     schedule_changes,
 )
 from outbox.store.backfill import Backfill
 from outbox.store.changes import change
+from outbox.store.fetch_tokens import Fetcher
 from outbox.store.selection import Selection
 from tests.sim.database.connection import Connection
 from tests.sim.database.tables import SCHEMA
@@ -105,8 +108,10 @@ class Operator:
         u = rng.random()
         rate_per_s = rng.choice((None, None, 20.0, 0.5))
         if u < 0.3:
-            await self._try(replays.replay, Selection(everything=True), rate_per_s=rate_per_s)
+            await self._send_lane_again()
         elif u < 0.4:
+            await self._try(replays.replay, Selection(everything=True), rate_per_s=rate_per_s)
+        elif u < 0.5:
             await self._replay_some()
         else:
             # All of it would be more than the rest of the run.
@@ -115,6 +120,25 @@ class Operator:
         if rng.random() < 0.3:
             await asyncio.sleep(rng.choice((0.01, 0.1, 1.0)) * rng.random())
             await self._abort()
+
+    async def _send_lane_again(self) -> None:
+        """A receiver has lost what it had, a little or all of it."""
+        db, rng = self._sim.database, self._rng
+        before = [row["lane_id"] for row in db.replay_job.rows.values() if row["lane_id"]]
+        # Once more, perhaps, while copies of the first time are in the lane.
+        lane_id = rng.choice(before if before and rng.random() < 0.5 else list(db.lane.rows))
+        lane = db.lane.rows[lane_id]
+        name = lane_name(lane["endpoint_id"], lane["generation"], lane["slot"])
+        acked = db.lane_progress.rows[lane["id"]]["acked_seq"]
+        # All of it would be more than the rest of the run.
+        after = max(0, acked - rng.choice((2, 5, 20, 100)))
+        endpoint = db.endpoint.rows[lane["endpoint_id"]]
+        fetcher = Fetcher(lane["endpoint_id"], endpoint["name"])
+
+        async def ask(connection: Any, schema: str, *, actor: str) -> None:
+            await resending.ask(connection, schema, fetcher, name, after)
+
+        await self._try(ask)
 
     async def _replay_some(self) -> None:
         """By their numbers, as somebody would who has just looked."""

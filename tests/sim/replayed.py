@@ -59,6 +59,9 @@ class Replayed:
             self._backfilled(each, book)
             return
         replay = self._db.replay.rows[each.replay_id]
+        if replay["dead_id"] is None:
+            self._resent(each, book, replay)
+            return
         letter = self._db.dead_letter.rows[replay["dead_id"]]
         where = f"lane {book.id}/{each.seq}: number {each.replay_seq} of lane {letter['lane_id']}"
         self._running(replay["job_id"], where)
@@ -72,6 +75,32 @@ class Replayed:
             raise Violation("replay", f"{where} was {was}")
         self._once(self._numbers, each.replay_id, each.replay_seq, where)
         self._in_order("replay", each.replay_id, book.id, each.replay_seq, where)
+
+    def _resent(self, each: Given, book: LaneBook, replay: Row) -> None:
+        """A receiver wants to have once more what it got."""
+        lane_id = self._db.replay_job.rows[replay["job_id"]]["lane_id"]
+        where = f"lane {book.id}/{each.seq}: number {each.replay_seq} of lane {lane_id}, again"
+        self._running(replay["job_id"], where)
+        assert each.replay_seq is not None
+        if self._db.lane.rows[lane_id]["endpoint_id"] != book.endpoint_id:
+            raise Violation("replay", f"{where} is another endpoint's")
+        was = self._db.given(lane_id, each.replay_seq)
+        if was.outbox_id != each.outbox_id:
+            raise Violation("replay", f"{where} was {was}")
+        if each.backfill_id != replay["job_id"]:
+            raise Violation("replay", f"{where} would be dropped as a duplicate")
+        if not self._is_wanted(lane_id, was):
+            raise Violation("replay", f"{where} was given up, or a copy: {was}")
+        self._once(self._numbers, each.replay_id or 0, each.replay_seq, where)
+        self._in_order("replay", each.replay_id or 0, book.id, each.replay_seq, where)
+
+    def _is_wanted(self, lane_id: int, was: Given) -> bool:
+        """Whether a receiver gets this number again."""
+        job = None if was.backfill_id is None else self._db.replay_job.rows[was.backfill_id]
+        return (job is None or job["kind"] != "lane") and not any(
+            d["lane_id"] == lane_id and d["seq"] <= was.seq <= d["to_seq"]
+            for d in self._db.dead_letter.rows.values()
+        )
 
     def _backfilled(self, each: Given, book: LaneBook) -> None:
         assert each.backfill_id is not None
@@ -115,15 +144,34 @@ class Replayed:
             Violation: something is missing.
         """
         for replay in self._db.replay.rows.values():
+            if replay["next_seq"] <= replay["to_seq"]:
+                raise Violation("replay", f"{replay} was forgotten")
+            if replay["dead_id"] is None:
+                self._audit_resent(replay)
+                continue
             seq = self._db.dead_letter.rows[replay["dead_id"]]["seq"]
             given = self._numbers.get(replay["id"], set())
             if given != set(range(seq, replay["next_seq"])):
                 raise Violation("replay", f"{replay}: given were {sorted(given)}")
-            if replay["next_seq"] <= replay["to_seq"]:
-                raise Violation("replay", f"{replay} was forgotten")
         for part in self._db.replay_part.rows.values():
             if self._db.replay_job.rows[part["job_id"]]["kind"] == "history":
                 self._audit_backfill(part)
+
+    def _audit_resent(self, replay: Row) -> None:
+        db = self._db
+        lane_id = db.replay_job.rows[replay["job_id"]]["lane_id"]
+        part = db.replay_part.rows[replay["job_id"], replay["endpoint_id"]]
+        given = self._numbers.get(replay["id"], set())
+        wanted = {
+            each.seq
+            for each in db.deliveries[lane_id]
+            if part["first_id"] <= each.seq < replay["next_seq"]
+            # What was dropped before its turn is passed over.
+            and (each.copy_id is not None or each.outbox_id >= db.first_id)
+            and self._is_wanted(lane_id, each)
+        }
+        if wanted - given or part["taken"] != len(given):
+            raise Violation("replay", f"{part}: {sorted(wanted - given)} are missing")
 
     def _audit_backfill(self, part: Row) -> None:
         db = self._db

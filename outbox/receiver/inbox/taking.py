@@ -124,14 +124,23 @@ def take(
     is_kept = message.sequence > own.forgotten or message.timestamp > expired_before
     if claimed and observation.kind is Kind.DUPLICATE and is_kept:
         # Whoever had this number had another X-Delivery, or its row would be there: of an
-        # event that is younger than what is forgotten, no copy can be.
-        yield Call(sql.unclaim, {"delivery_id": message.delivery_id})
-        return Taken(Outcome.CONFLICT, replace(observation, kind=Kind.CONFLICT))
+        # event that is younger than what is forgotten, no copy can be.  Unless it was sent
+        # again when the receiver asked for that.
+        stands_in = _stand_in(message.lane, message.sequence)
+        if (yield Call(sql.claim, stands_in)):
+            yield Call(sql.unclaim, {"delivery_id": stands_in["delivery_id"]})
+            yield Call(sql.unclaim, {"delivery_id": message.delivery_id})
+            return Taken(Outcome.CONFLICT, replace(observation, kind=Kind.CONFLICT))
     seen = not claimed or observation.kind is Kind.DUPLICATE
     replayed = lanes.get(replayed_lane)
     if message.replay_of is not None and replayed is not None:
         other = order if replayed is own else LaneOrder.of(replayed.state)
-        closed = other.close(replayed_number)
+        if message.backfill is None:
+            # Of a dead letter, which nobody acknowledged, and nobody comes with any more.
+            closed = other.close(replayed_number)
+        elif (closed := other.stand_in(replayed_number)) is not None and not seen:
+            # It has an X-Delivery of its own, by which nobody knows the number it is for.
+            yield Call(sql.claim, _stand_in(replayed_lane, replayed_number))
         observation = replace(observation, closed=closed)
         # Closed before, or received: somebody processed it.
         seen = seen or (closed is None and replayed_number <= other.high)
@@ -140,6 +149,12 @@ def take(
     yield _keep(sql, message.lane, order)
     outcome = Outcome.DUPLICATE if seen else Outcome.FRESH
     return Taken(outcome, observation, overdue=_overdue(order, before, tolerance))
+
+
+def _stand_in(lane: str, sequence: int) -> dict[str, Any]:
+    """What says that another delivery came in the place of a number."""
+    delivery_id = f"number {sequence} of {lane}"
+    return {"delivery_id": delivery_id, "lane": lane, "sequence": sequence}
 
 
 def take_foreign(sql: Statements, message_id: str) -> Steps:

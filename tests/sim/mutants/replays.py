@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from outbox.relay.replaying import Replaying
-from outbox.store import backfill, jobs, replaying
+from outbox.store import backfill, jobs, replaying, routing
 from tests.sim.database.statements import replays as answers
 from tests.sim.mutants.catalogue import mutant, swap
 
@@ -120,3 +120,26 @@ def a_helping_on_top_of_the_last(sim: Simulation) -> None:
             del self._pacing.looked
 
     swap(Replaying, "look", look)
+
+
+@mutant
+def a_lane_sent_again_with_its_copies(sim: Simulation) -> None:
+    """What was sent again because its receiver asked, and what was given up, is so once more."""
+
+    def read_replays(db: Database, tx: Transaction, *arguments: Any) -> list[Row]:
+        rows = answers.read_replays(db, tx, *arguments)
+        return [{**r, "wanted": r["wanted"] if r["seq"] is None else True} for r in rows]
+
+    sim.database.changed[routing.READ_REPLAYS] = read_replays
+
+
+@mutant
+def a_lane_sent_again_under_its_first_x_delivery(sim: Simulation) -> None:
+    """Its receiver would take all of it for duplicates."""
+
+    def read_replays(db: Database, tx: Transaction, *arguments: Any) -> list[Row]:
+        rows = answers.read_replays(db, tx, *arguments)
+        resent = {i for i, r in db.replay.rows.items() if r["dead_id"] is None}
+        return [{**r, "backfill_id": None} if r["id"] in resent else r for r in rows]
+
+    sim.database.changed[routing.READ_REPLAYS] = read_replays

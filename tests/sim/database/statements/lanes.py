@@ -149,9 +149,12 @@ def _replayed(db: Database, tx: Transaction, given: Given) -> dict[str, Any]:
         return {}
     request = tx.get(db.replay, given.replay_id)
     assert request is not None
-    letter = tx.get(db.dead_letter, request["dead_id"])
-    assert letter is not None
-    was = tx.get(db.lane, letter["lane_id"])
+    if request["dead_id"] is None:
+        whose = tx.get(db.replay_job, request["job_id"])
+    else:
+        whose = tx.get(db.dead_letter, request["dead_id"])
+    assert whose is not None
+    was = tx.get(db.lane, whose["lane_id"])
     assert was is not None
     return {
         "was_endpoint_id": was["endpoint_id"],

@@ -12,9 +12,11 @@ from outbox.store import (
     changes,
     dead,
     discards,
+    fetching,
     jobs,
     replaying,
     replays,
+    resending,
     routing,
     selection,
 )
@@ -139,12 +141,13 @@ def read_letters(
         part, job = tx.get(db.replay_part, part_of), tx.get(db.replay_job, part_of[0])
         assert part is not None
         assert job is not None
-        if job["kind"] != "dead" or job["state"] != "running" or _pending(db, tx, *part_of):
+        if job["kind"] == "history" or job["state"] != "running" or _pending(db, tx, *part_of):
             continue
         ids = sorted(
             d["id"]
             for d in tx.rows(db.dead_letter)
-            if d["endpoint_id"] == part_of[1]
+            if job["kind"] == "dead"
+            and d["endpoint_id"] == part_of[1]
             and d["state"] == "dead"
             and part["next_id"] <= d["id"] <= part["last_id"]
         )
@@ -205,7 +208,8 @@ def read_replays(
         for r in _pending(db, tx, job_id, endpoint_id):
             if before >= limit:
                 break
-            numbers = min(r["to_seq"] - r["next_seq"] + 1, limit - before)
+            rest = routing.RESENT_SEEN_MAX if r["dead_id"] is None else limit - before
+            numbers = min(r["to_seq"] - r["next_seq"] + 1, rest)
             before += r["to_seq"] - r["next_seq"] + 1
             rows += _numbers(db, tx, r, e, numbers)
     return rows
@@ -213,24 +217,36 @@ def read_replays(
 
 def _numbers(db: Database, tx: Transaction, r: Row, e: Row, numbers: int) -> list[Row]:
     """The next numbers of one replay, each in the lane that its key has today."""
-    letter = tx.get(db.dead_letter, r["dead_id"])
-    assert letter is not None
     names = ("job_id", "endpoint_id", "id", "next_seq", "next_batch")
     base = {name: r[name] for name in names} | {"numbers": numbers}
-    if letter["outbox_id"] is None:
+    letter = None if r["dead_id"] is None else tx.get(db.dead_letter, r["dead_id"])
+    if letter is None:
+        job = tx.get(db.replay_job, r["job_id"])
+        assert job is not None
         found = [
-            (g.seq, g.batch, g.outbox_id, g.backfill_id, g.copy_id)
-            for g in db.deliveries.get(letter["lane_id"], [])
-            if r["next_seq"] <= g.seq < r["next_seq"] + numbers
+            (
+                g.seq,
+                g.batch,
+                g.outbox_id,
+                job["id"],
+                g.copy_id,
+                is_resent(db, tx, job["lane_id"], g),
+            )
+            for g in _numbered(db, job["lane_id"], r["next_seq"], numbers)
+        ]
+    elif letter["outbox_id"] is None:
+        found = [
+            (g.seq, g.batch, g.outbox_id, g.backfill_id, g.copy_id, True)
+            for g in _numbered(db, letter["lane_id"], r["next_seq"], numbers)
         ]
     else:
         event = (letter["outbox_id"], letter["backfill_id"], letter["id"])
-        found = [(r["next_seq"], r["next_batch"], *event)]
+        found = [(r["next_seq"], r["next_batch"], *event, True)]
     if not found:
-        nothing = ("lane_id", "seq", "batch", "outbox_id", "backfill_id", "copy_id")
+        nothing = ("lane_id", "seq", "batch", "outbox_id", "backfill_id", "copy_id", "wanted")
         return [{**base, **dict.fromkeys(nothing)}]
     rows = []
-    for seq, batch, outbox_id, backfill_id, copy_id in found:
+    for seq, batch, outbox_id, backfill_id, copy_id, wanted in found:
         slot = db.outbox[outbox_id].spread % e["lanes"]
         lane = next(
             lane
@@ -239,8 +255,25 @@ def _numbers(db: Database, tx: Transaction, r: Row, e: Row, numbers: int) -> lis
             == (e["id"], e["generation"], slot)
         )
         place = {"lane_id": lane["id"], "seq": seq, "batch": batch, "outbox_id": outbox_id}
-        rows.append({**base, **place, "backfill_id": backfill_id, "copy_id": copy_id})
+        told = {"backfill_id": backfill_id, "copy_id": copy_id, "wanted": wanted}
+        rows.append({**base, **place, **told})
     return rows
+
+
+def _numbered(db: Database, lane_id: int, seq: int, numbers: int) -> list[Given]:
+    return [g for g in db.deliveries.get(lane_id, []) if seq <= g.seq < seq + numbers]
+
+
+def is_resent(db: Database, tx: Transaction, lane_id: int, given: Given) -> bool:
+    """Whether it is sent again when its receiver asks for what the lane delivered."""
+    job = None if given.backfill_id is None else tx.get(db.replay_job, given.backfill_id)
+    is_there = given.copy_id is not None or given.outbox_id >= db.first_id
+    if not is_there or (job is not None and job["kind"] == "lane"):
+        return False
+    return not any(
+        d["lane_id"] == lane_id and d["seq"] <= given.seq <= d["to_seq"]
+        for d in tx.rows(db.dead_letter)
+    )
 
 
 @answers(routing.WRITE_HELPINGS)
@@ -355,6 +388,7 @@ _JOB = (
     "rate_per_s",
     "asked_by",
     "gaps",
+    "lane_id",
 )
 
 
@@ -470,6 +504,9 @@ def call_off(db: Database, tx: Transaction, endpoint_id: UUID | None, job_id: in
             continue
         if endpoint_id not in (None, r["endpoint_id"]) or job_id not in (None, r["job_id"]):
             continue
+        if r["dead_id"] is None:
+            tx.change(db.replay, r["id"], to_seq=r["next_seq"] - 1)
+            continue
         yield Wait(db.dead_letter, r["dead_id"], UPDATE)
         letter = tx.get(db.dead_letter, r["dead_id"])
         assert letter is not None
@@ -504,7 +541,8 @@ def read_job(db: Database, tx: Transaction, job_id: int) -> list[Row]:
     parts = [p for p in tx.rows(db.replay_part) if p["job_id"] == job_id]
     numbers = {name: sum(p[name] for p in parts) for name in ("taken", "erased")}
     rest = dict.fromkeys(("open", "done", "all", "disabled", "removed", "unsubscribed"), 0)
-    return [{**row, **numbers, **rest, "endpoints": len(parts), "asked_at": None}]
+    lane = dict.fromkeys(("lane_endpoint", "from_sequence", "to_sequence"))
+    return [{**row, **numbers, **rest, **lane, "endpoints": len(parts), "asked_at": None}]
 
 
 @answers(backfill.FIND_ENDPOINT)
@@ -534,6 +572,69 @@ def find_first(db: Database, tx: Transaction, since: Any, high: int) -> list[Row
 @answers(backfill.FIND_LAST)
 def find_last(db: Database, tx: Transaction, first: int, high: int, until: Any) -> list[Row]:
     return [{"id": i} for i in reversed(db.outbox_ids) if first <= i <= high][:1]
+
+
+@answers(resending.READ_STATE)
+def read_endpoint_state(db: Database, tx: Transaction, endpoint_id: UUID) -> list[Row]:
+    return [{"state": _endpoint(db, tx, endpoint_id)["state"]}]
+
+
+@answers(resending.FIND_RUNNING)
+def find_running(db: Database, tx: Transaction, endpoint_id: UUID, lane_id: int) -> list[Row]:
+    return [
+        {"job_id": part["job_id"]}
+        for part in _open_parts(db, tx)
+        if part["endpoint_id"] == endpoint_id
+        and db.replay_job.rows[part["job_id"]]["lane_id"] == lane_id
+    ]
+
+
+@answers(resending.FIND_FIRST)
+def find_first_kept(db: Database, tx: Transaction, lane_id: int, _: int, after: int) -> list[Row]:
+    kept = (g for g in db.deliveries.get(lane_id, []) if g.seq > after)
+    return [{"seq": g.seq, "batch": g.batch} for g in kept][:1]
+
+
+@answers(resending.ADD_REPLAY)
+def add_replay(db: Database, tx: Transaction, job_id: int, *columns: Any) -> str:
+    new = db.serial(db.replay)
+    names = ("endpoint_id", "next_seq", "next_batch", "to_seq")
+    told = dict(zip(names, columns, strict=True))
+    tx.put(db.replay, new, {"id": new, "job_id": job_id, "dead_id": None, **told})
+    return "INSERT 0 1"
+
+
+@answers(fetching.FIND_BATCH)
+def find_batch(_db: Database, _tx: Transaction, _lane_id: int, _seq: int) -> list[Row]:
+    # Where to begin to look: from the beginning is right, too.
+    return [{"min": 0}]
+
+
+@answers(fetching.READ_LANES)
+def read_own_lanes(
+    db: Database, tx: Transaction, endpoint_id: UUID, generation: int, slot: int, *_: Any
+) -> list[Row]:
+    e = _endpoint(db, tx, endpoint_id)
+    rows = []
+    for lane in tx.rows(db.lane):
+        place = (lane["endpoint_id"], lane["generation"], lane["slot"])
+        if e["state"] == "removed" or place != (endpoint_id, generation, slot):
+            continue
+        progress, counter = (
+            tx.get(db.lane_progress, lane["id"]),
+            tx.get(db.lane_counter, lane["id"]),
+        )
+        assert progress is not None
+        assert counter is not None
+        told = {"acked_seq": progress["acked_seq"], "last_seq": counter["last_seq"]}
+        tail = [
+            t.seq
+            for t in db.attempts.get(lane["id"], ())
+            if t.outcome == "delivered" and t.seq > progress["acked_seq"]
+        ]
+        ended = lane["generation"] < e["generation"]
+        rows.append({**lane, **told, "ended": ended, "tail": tail})
+    return rows
 
 
 @answers(selection.FIND_ENDPOINTS)

@@ -182,7 +182,9 @@ def pinned_by_ranges(
     dead = any(row["batch"] <= last_batch for row in _open_ranges(db, tx, keep_s))
     ranges = {row["id"] for row in tx.rows(db.dead_letter) if row["outbox_id"] is None}
     coming = any(
-        r["next_seq"] <= r["to_seq"] and r["dead_id"] in ranges and r["next_batch"] <= last_batch
+        r["next_seq"] <= r["to_seq"]
+        and (r["dead_id"] is None or r["dead_id"] in ranges)
+        and r["next_batch"] <= last_batch
         for r in tx.rows(db.replay)
     )
     return [{"exists": dead or coming}]
@@ -193,11 +195,14 @@ def pinned_by_replays(
     db: Database, tx: Transaction, keep_s: float | None, first: int, end: int
 ) -> list[Row]:
     ranges = _open_ranges(db, tx, keep_s)
-    coming = [
-        {"lane_id": letter["lane_id"], "seq": r["next_seq"], "to_seq": r["to_seq"]}
-        for r in tx.rows(db.replay)
-        if (letter := db.dead_letter.rows[r["dead_id"]])["outbox_id"] is None
-    ]
+    coming = []
+    for r in tx.rows(db.replay):
+        if r["dead_id"] is None:
+            whose = db.replay_job.rows[r["job_id"]]
+        elif (whose := db.dead_letter.rows[r["dead_id"]])["outbox_id"] is not None:
+            continue
+        numbers = {"seq": r["next_seq"], "to_seq": r["to_seq"]}
+        coming.append({"lane_id": whose["lane_id"], **numbers})
     for lane_id, given in db.deliveries.items():
         p = tx.get(db.lane_progress, lane_id)
         assert p is not None

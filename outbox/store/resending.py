@@ -1,0 +1,110 @@
+"""A receiver's wish to be sent again what a lane had delivered.
+
+The numbers behind one that it names, up to what is acknowledged, come anew at the end of
+their lanes, in order and in the pace that live events leave: each with a number and an
+X-Delivery of its own, and with `replay_of`, so that a receiver that lost it takes it, and
+one that has it does not.  What was given up is an operator's to send again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.periods import WIDTH
+from outbox.errors import Conflict
+from outbox.store import fetching
+from outbox.store.changes import change, write_journal
+from outbox.store.fetching import FIND_BATCH
+from outbox.store.replays import ADD_JOB, ADD_PARTS
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.store.fetch_tokens import Fetcher
+
+READ_STATE = "SELECT state FROM endpoint WHERE id = $1"
+
+FIND_RUNNING = """
+SELECT p.job_id FROM replay_part p JOIN replay_job j ON j.id = p.job_id
+ WHERE p.endpoint_id = $1 AND p.ended_at IS NULL AND j.lane_id = $2
+"""
+
+# Behind a number, from a batch on that is kept: what is dropped may still be seen.
+FIND_FIRST = f"""
+SELECT seq, batch FROM delivery
+ WHERE lane_id = $1 AND seq > $3
+   AND batch >= greatest($2, (SELECT min(number) * {WIDTH} FROM period
+                               WHERE kind = 'log' AND dropped_at IS NULL))
+ ORDER BY batch, seq LIMIT 1
+"""  # noqa: S608 (a constant only)
+
+ADD_REPLAY = """
+INSERT INTO replay (job_id, endpoint_id, next_seq, next_batch, to_seq)
+VALUES ($1, $2, $3, $4, $5)
+"""
+
+
+_ACTOR = "receiver "
+
+
+def is_receiver(actor: str) -> bool:
+    """Whether it was asked for by the receiver of an endpoint, as it is told in the journal."""
+    return actor.startswith(_ACTOR)
+
+
+@dataclass(frozen=True, slots=True)
+class Resending:
+    """What will be sent again."""
+
+    lane: str
+    job: int | None
+    """That tells how far it is; None: there is nothing behind the number."""
+    from_sequence: int
+    """The first one that is still kept."""
+    to_sequence: int
+    """What is higher is on its way anyway."""
+
+
+async def ask(
+    connection: Connection[Any], schema: str, fetcher: Fetcher, lane_name: str, after: int
+) -> Resending:
+    """Have it sent again, once; the receiver of the lane's endpoint is who asks.
+
+    Raises:
+        NotFound: the endpoint has no such lane.
+        Conflict: that is being done already, or the endpoint is disabled.
+    """
+    actor = _ACTOR + fetcher.name
+    async with change(connection, schema):
+        lane = await fetching.lane(connection, schema, fetcher.endpoint_id, lane_name)
+        state = await connection.fetchval(READ_STATE, fetcher.endpoint_id)
+        if state not in ("active", "paused"):
+            raise Conflict(f"the endpoint is {state}, and is sent nothing")
+        running = await connection.fetchval(FIND_RUNNING, fetcher.endpoint_id, lane.id)
+        if running is not None:
+            raise Conflict(f"lane {lane.name} is being sent again already, by job {running}")
+        to_seq = lane.acknowledged
+        batch = await connection.fetchval(FIND_BATCH, lane.id, after + 1)
+        first = await connection.fetchrow(FIND_FIRST, lane.id, batch, after)
+        if first is None or first["seq"] > to_seq:
+            return Resending(lane.name, None, after + 1, max(after, to_seq))
+        job: int = await connection.fetchval(
+            ADD_JOB,
+            "lane",
+            fetcher.name,
+            *(None,) * 6,
+            actor,
+            None,
+            lane.id,
+        )
+        from_seq = first["seq"]
+        await connection.execute(
+            ADD_PARTS, job, [fetcher.endpoint_id], [from_seq], [to_seq], [None], [None]
+        )
+        await connection.execute(
+            ADD_REPLAY, job, fetcher.endpoint_id, from_seq, first["batch"], to_seq
+        )
+        told = {"job": job, "lane": lane.name, "from": from_seq, "to": to_seq}
+        await write_journal(connection, "lane_asked", actor, fetcher.endpoint_id, told)
+    return Resending(lane.name, job, from_seq, to_seq)
