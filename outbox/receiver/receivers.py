@@ -143,6 +143,7 @@ class AsyncReceiver(_Base):
         body_bytes_max: larger bodies are refused.
         in_flight_max: so many requests at once; the others are asked to come back.
         told: called with each delivery that was taken, and what it was.
+        meter_provider: of OpenTelemetry, where its metrics go; by default the global one.
 
     Raises:
         UsageError: an argument is out of its bounds.
@@ -174,8 +175,9 @@ class AsyncReceiver(_Base):
 
     async def handle(self, request: Request) -> Answer:
         """Process a request, and say what to answer."""
-        if too_many := self._rules.begin():
-            return too_many
+        began = self._rules.begin()
+        if isinstance(began, Answer):
+            return began
         answer = NOT_FINISHED
         try:
             verified = self._rules.read(request)
@@ -187,7 +189,7 @@ class AsyncReceiver(_Base):
                 await self._log(verified, answer)
             return answer
         finally:
-            self._rules.end(answer)
+            self._rules.end(answer, began)
 
     async def _answer(self, verified: Verified, body: bytes) -> Answer:
         rules = self._rules
@@ -371,8 +373,9 @@ class Receiver(_Base):
 
     def handle(self, request: Request) -> Answer:
         """Process a request, and say what to answer."""
-        if too_many := self._rules.begin():
-            return too_many
+        began = self._rules.begin()
+        if isinstance(began, Answer):
+            return began
         answer = NOT_FINISHED
         try:
             verified = self._rules.read(request)
@@ -384,7 +387,7 @@ class Receiver(_Base):
                 self._log(verified, answer)
             return answer
         finally:
-            self._rules.end(answer)
+            self._rules.end(answer, began)
 
     def _answer(self, verified: Verified, body: bytes) -> Answer:
         rules = self._rules

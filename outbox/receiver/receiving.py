@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +22,7 @@ from outbox.errors import OutboxError, UsageError
 from outbox.receiver.catching_up import Fate
 from outbox.receiver.inbox.taking import Outcome
 from outbox.receiver.message import BadMessage
+from outbox.receiver.metering import Metering
 from outbox.receiver.requests import (
     BODY_BYTES_MAX,
     Answer,
@@ -36,6 +38,8 @@ from outbox.receiver.verifying import Verified, Verifier
 if TYPE_CHECKING:
     import re
     from collections.abc import Callable, Iterator, Sequence
+
+    from opentelemetry.metrics import MeterProvider
 
     from outbox.receiver.inbox.taking import Taken
     from outbox.receiver.message import Message
@@ -133,6 +137,7 @@ class Rules:
         body_bytes_max: int = BODY_BYTES_MAX,
         in_flight_max: int = IN_FLIGHT_MAX,
         told: Callable[[Message, Taken], None] | None = None,
+        meter_provider: MeterProvider | None = None,
     ) -> None:
         if body_bytes_max < 1:
             raise UsageError(f"body_bytes_max: must be 1 or more, not {body_bytes_max}")
@@ -143,6 +148,7 @@ class Rules:
         self.handlers = Handlers()
         self.foreign: Callable[..., Any] | None = None
         self.totals = ReceiverTotals()
+        self._metering = Metering(meter_provider)
         # Requests come in threads, too.
         self._mutex = threading.Lock()
         self._in_flight_max = in_flight_max
@@ -150,29 +156,42 @@ class Rules:
         self._told = told
         self._taken = 0
 
-    def begin(self) -> Answer | None:
-        """Count a request in; an answer if there are too many already."""
-        with self._mutex:
-            if self._in_flight >= self._in_flight_max:
-                self.totals.ended[Ended.PUT_OFF] += 1
-                return put_off(f"{self._in_flight} requests are being processed", 1)
-            self._in_flight += 1
-            return None
+    def begin(self) -> Answer | float:
+        """Count a request in; an answer if there are too many already.
 
-    def end(self, answer: Answer) -> None:
+        Otherwise gives what `end` wants to know: when it began, in seconds of a clock that
+        is nobody else's.
+        """
+        with self._mutex:
+            others = self._in_flight
+            if others < self._in_flight_max:
+                self._in_flight += 1
+            else:
+                self.totals.ended[Ended.PUT_OFF] += 1
+        if others < self._in_flight_max:
+            self._metering.in_flight(1)
+            return time.perf_counter()
+        self._metering.ended(Ended.PUT_OFF)
+        return put_off(f"{others} requests are being processed", 1)
+
+    def end(self, answer: Answer, began_at: float) -> None:
         """Count a request out that `begin` counted in."""
         with self._mutex:
             self._in_flight -= 1
             self.totals.ended[answer.ended] += 1
+        self._metering.in_flight(-1)
+        self._metering.ended(answer.ended, time.perf_counter() - began_at)
 
     @contextlib.contextmanager
     def not_in_flight(self) -> Iterator[None]:
         """A request that only waits, and needs nothing meanwhile."""
         self._in_flight -= 1
+        self._metering.in_flight(-1)
         try:
             yield
         finally:
             self._in_flight += 1
+            self._metering.in_flight(1)
 
     def read(self, request: Request) -> Verified | Answer:
         """What was sent, if it is to be looked at any further."""
@@ -207,6 +226,7 @@ class Rules:
         self._tell(message, taken)
         with self._mutex:
             self.totals.fetched += taken.fresh
+        self._metering.fetched(int(taken.fresh))
         return Fate.NEVER if taken.outcome is Outcome.CONFLICT else Fate.TAKEN
 
     def failed(self, error: Exception, message_id: str) -> Answer:
@@ -230,13 +250,14 @@ class Rules:
             return self._taken % EXPIRE_EVERY == 1
 
     def _tell(self, message: Message, taken: Taken) -> None:
-        seen = taken.observation
+        kind = taken.observation.kind if taken.observation is not None else None
+        gap, old = kind is Kind.GAP, kind is Kind.OLD
+        overdue = sum(hi - lo + 1 for lo, hi in taken.overdue)
         with self._mutex:
-            if seen is not None:
-                self.totals.gaps += seen.kind is Kind.GAP
-                self.totals.old += seen.kind is Kind.OLD
-            for lo, hi in taken.overdue:
-                self.totals.overdue += hi - lo + 1
+            self.totals.gaps += gap
+            self.totals.old += old
+            self.totals.overdue += overdue
+        self._metering.taken(gap=gap, old=old, overdue=overdue)
         _log(message, taken)
         if self._told is not None:
             try:
