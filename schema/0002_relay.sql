@@ -69,6 +69,9 @@ CREATE TABLE endpoint (
     backlog_age_max_s double precision CHECK (backlog_age_max_s > 0),   -- NULL: no limit
     disable_after_s   double precision NOT NULL DEFAULT 259200 CHECK (disable_after_s > 0),
 
+    -- How often its receiver is told the last number of each lane; NULL: never.
+    checkpoint_every_s double precision CHECK (checkpoint_every_s >= 1),
+
     lanes           integer     NOT NULL CHECK (lanes BETWEEN 1 AND 1024),
     generation      bigint      NOT NULL DEFAULT 1,  -- rises when lanes change
     resumes         integer     NOT NULL DEFAULT 0,  -- rises when somebody says: try now

@@ -69,6 +69,8 @@ class EndpointBody(Model):
     backlog_max: int | None = None
     backlog_age: float | str | None = None
     disable_after: float | str | None = None
+    checkpoint_every: float | str | None = None
+    """So often its receiver is told the last number of each lane."""
     lanes: int | None = None
 
     def said(self) -> dict[str, Any]:

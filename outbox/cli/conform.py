@@ -46,6 +46,9 @@ and forgeries, copies, gaps and replays of them. Exit code 1: it fails some of t
     help="Answers GET with a JSON array of the ids of all events processed: checks that each "
     "was, once.",
 )
+@click.option(
+    "--checkpoints", is_flag=True, help="It wants checkpoints: there are cases about them, too."
+)
 @click.option("--vectors", is_flag=True, help="Print the cases as JSON, with fixed times.")
 @click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml.")
 @json_option
@@ -53,6 +56,7 @@ def command(
     url: str | None,
     secret: str | None,
     processed: str | None,
+    checkpoints: bool,
     vectors: bool,
     config: str | None,
     as_json: bool,
@@ -65,7 +69,7 @@ def command(
     from outbox.testing.sender import SECRET
 
     if vectors:
-        _print_vectors(secret or SECRET)
+        _print_vectors(secret or SECRET, checkpoints)
         return
     if url is None:
         raise UsageError("URL: say where the receiver listens, or --vectors")
@@ -77,7 +81,7 @@ def command(
         secret = settings.secret.get_secret_value()
     if secret is None:
         raise UsageError("--secret: say which one the receiver knows, or set OUTBOX_SECRET")
-    grades = run_async(_grade(url, secret, processed, as_json))
+    grades = run_async(_grade(url, secret, processed, checkpoints, as_json))
     failed = sum(not grade.passed for grade in grades)
     if as_json:
         emit_json({"cases": len(grades), "failed": failed, "grades": grades})
@@ -91,12 +95,14 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-async def _grade(url: str, secret: str, processed: str | None, as_json: bool) -> list[Grade]:
+async def _grade(
+    url: str, secret: str, processed: str | None, checkpoints: bool, as_json: bool
+) -> list[Grade]:
     from outbox.conform.cases import cases
     from outbox.conform.grading import grade
 
     endpoint_id = uuid.UUID(bytes=random_secrets.token_bytes(16), version=4)
-    told = cases(secret, endpoint_id, time.time, other_secret=OTHER_SECRET)
+    told = cases(secret, endpoint_id, time.time, other_secret=OTHER_SECRET, checkpoints=checkpoints)
 
     def show(done: Grade) -> None:
         if as_json:
@@ -110,10 +116,16 @@ async def _grade(url: str, secret: str, processed: str | None, as_json: bool) ->
     return await grade(url, told, processed_url=processed, told=show)
 
 
-def _print_vectors(secret: str) -> None:
+def _print_vectors(secret: str, checkpoints: bool) -> None:
     from outbox.conform.cases import cases, vectors
 
-    told = cases(secret, VECTORS_ENDPOINT, lambda: VECTORS_AT, other_secret=OTHER_SECRET)
+    told = cases(
+        secret,
+        VECTORS_ENDPOINT,
+        lambda: VECTORS_AT,
+        other_secret=OTHER_SECRET,
+        checkpoints=checkpoints,
+    )
     # What is far too large is not worth printing.
     small = tuple(
         case for case in told if sum(len(step.request.body) for step in case.steps) < 1_000_000

@@ -32,6 +32,7 @@ _COLOURS = {
     Outcome.FAILED: "magenta",
     Outcome.REFUSED: "red",
     Outcome.REJECTED: "red",
+    Outcome.CHECKPOINT: "blue",
 }
 
 

@@ -37,6 +37,7 @@ LARGE_BYTES = 256 * 1024
 """The largest payload that is published by default."""
 HUGE_BYTES = 20 * 1024 * 1024
 EVENT_TYPE = "conform.check"
+NO_LANES = b'{"id": "x", "type": "outbox.checkpoint", "lanes": 7}'
 
 
 class Verdict(StrEnum):
@@ -132,7 +133,12 @@ def event_id(request: Request) -> str:
 
 
 def cases(
-    secret: str, endpoint_id: UUID, clock: Callable[[], float], *, other_secret: str
+    secret: str,
+    endpoint_id: UUID,
+    clock: Callable[[], float],
+    *,
+    other_secret: str,
+    checkpoints: bool = False,
 ) -> tuple[Case, ...]:
     """All cases for a receiver that knows `secret`.
 
@@ -140,6 +146,7 @@ def cases(
         endpoint_id: makes lanes and ids that no other run has.
         clock: epoch seconds.
         other_secret: one that it does not know.
+        checkpoints: it wants them, so there are cases about them, too.
 
     Raises:
         UsageError: a secret cannot be read.
@@ -148,6 +155,8 @@ def cases(
     teller = _Teller(secret, other_secret, endpoint_id, clock, ids)
     for tell in (_deliveries, _copies, _order, _signatures, _contradictions, _bodies):
         tell(teller)
+    if checkpoints:
+        _checkpoints(teller)
     return tuple(teller.cases)
 
 
@@ -237,6 +246,16 @@ def _order(teller: _Teller) -> None:
     story.processed.append(event_id(early))
     story.end()
 
+    story = teller.story("a number sent again on request", "what it lost never happens")
+    story.taken(story.event(1))
+    story.event(2)
+    story.step(early := story.event(3), Verdict.EVENTUALLY)
+    story.processed.append(event_id(early))
+    _, again, _ = story.sender.send_again(story.lane, 0)
+    story.step(again, Verdict.EVENTUALLY)
+    story.processed.append(event_id(again))
+    story.end()
+
     story = teller.story("a lane joined in its middle", "a new receiver refuses what is running")
     for _ in range(41):
         joined = story.event(1)
@@ -248,6 +267,30 @@ def _order(teller: _Teller) -> None:
     story.taken(story.event(1))
     last = story.taken(story.event(2, lane_ends=True))
     story.taken(story.sender.again(last), again=True)
+    story.end()
+
+
+def _checkpoints(teller: _Teller) -> None:
+    story = teller.story("a checkpoint", "whoever tells it how far lanes are is refused")
+    story.taken(story.event(1))
+    story.step(story.sender.checkpoint(), Verdict.TAKEN)
+    story.step(story.sender.checkpoint(), Verdict.TAKEN)
+    story.taken(story.event(2))
+    story.end()
+
+    story = teller.story("a checkpoint shows a lost end", "what comes late after all is dropped")
+    story.taken(story.event(1))
+    late = story.event(2)
+    story.step(story.sender.checkpoint(), Verdict.TAKEN)
+    story.taken(late)
+    story.taken(story.event(3))
+    story.end()
+
+    story = teller.story("a forged checkpoint", "anybody can make it believe that all is lost")
+    story.taken(story.event(1))
+    story.step(_signed(story.sender.checkpoint(), teller.other_secret), Verdict.REFUSED)
+    story.step(_resigned(teller, story.sender.checkpoint(), NO_LANES), Verdict.REFUSED)
+    story.taken(story.event(2))
     story.end()
 
 

@@ -34,6 +34,7 @@ _NAMES = {
     "backlog_count_max": "backlog_max",
     "backlog_age_max_s": "backlog_age",
     "disable_after_s": "disable_after",
+    "checkpoint_every_s": "checkpoint_every",
 }
 FIELDS = {_NAMES.get(each.name, each.name): each.name for each in fields(EndpointSettings)}
 """Names of settings, and the fields that hold them, in the order in which they are shown."""

@@ -28,6 +28,7 @@ TYPES_MAX = 100
 TIMEOUT_S_MAX = 3600.0
 AGE_S_MAX = 3650 * 86400.0
 COUNT_MAX = 2**63 - 1
+CHECKPOINT_EVERY_MIN_S = 1.0
 EVERYTHING = "**"
 OTHERS = "(other)"
 """In metrics, the endpoints that have no series of their own."""
@@ -68,6 +69,9 @@ class EndpointSettings:
     disable_after_s: float = 3 * 86400.0
     """Without a success for so long, it is disabled."""
 
+    checkpoint_every_s: float | None = None
+    """So often its receiver is told the last number of each lane; None: never."""
+
     lanes: int = 1
 
     def __post_init__(self) -> None:
@@ -101,6 +105,10 @@ class EndpointSettings:
         if self.backlog_age_max_s is not None:
             _number("backlog_age", self.backlog_age_max_s, AGE_S_MAX)
         _number("disable_after", self.disable_after_s, AGE_S_MAX)
+        if self.checkpoint_every_s is not None:
+            _number("checkpoint_every", self.checkpoint_every_s, AGE_S_MAX)
+            if self.checkpoint_every_s < CHECKPOINT_EVERY_MIN_S:
+                raise UsageError(f"checkpoint_every: at least {CHECKPOINT_EVERY_MIN_S:g} s")
         _integer("lanes", self.lanes, LANES_MAX)
 
     @property

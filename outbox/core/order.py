@@ -21,6 +21,7 @@ and these are all the ways between them:
     received                                     any but seen      seen
     skipped, at or below the sender's previous   (new)             missing
     skipped, above the sender's previous         (new)             hole
+    told by the sender to be delivered           (new)             missing
     named by an older delivery that comes late   missing, unknown  hole
     replayed (`replay_of`)                       any but seen      seen
     the sender does not keep it any more         missing           unknown
@@ -226,15 +227,21 @@ class LaneOrder:
         return None
 
     def stand_in(self, sequence: int) -> State | None:
-        """As `close`, of a number that was acknowledged once, by whoever was here before.
+        """As `close`, of a number that was acknowledged once, by whoever was here before."""
+        self.hear_of(sequence)
+        return self.close(sequence)
+
+    def hear_of(self, sequence: int) -> Range | None:
+        """The sender has this number as delivered.
 
         So everything up to it is there to be had: beyond what was received, it is missing.
         """
-        if sequence <= self.high:
-            return self.close(sequence)
-        self._states[State.MISSING].add(self.high + 1, sequence - 1)
+        skipped = (self.high + 1, sequence)
+        if self.ended or sequence <= self.high:
+            return None
+        self._states[State.MISSING].add(*skipped)
         self.high = sequence
-        return State.MISSING
+        return skipped
 
     def forgo(self, lo: int, hi: int) -> tuple[Range, ...]:
         """Nobody can send these any more: of them, what was missing is unknown now."""
@@ -363,6 +370,19 @@ class OrderBook:
         if observation.was is not None:
             self._was[observation.was] += 1
         return observation
+
+    def hear_of(self, lane: str, sequence: int) -> Range | None:
+        """The sender has this number as delivered; returns what that shows to be missing.
+
+        Of a lane that was never heard of nobody knows whose it was, unless this receiver
+        is there since all began.
+        """
+        order = self._lanes.get(lane)
+        if order is None:
+            if lane in self._over or not self._from_start:
+                return None
+            order = self._lanes[lane] = LaneOrder(from_start=True)
+        return order.hear_of(sequence)
 
     def totals(self) -> OrderTotals:
         """The sums until now."""

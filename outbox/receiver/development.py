@@ -26,15 +26,18 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from outbox.core import checkpoint
 from outbox.core.order import Observation, OrderBook, OrderTotals
 from outbox.core.signature import SignatureError, verify
 from outbox.errors import UsageError
-from outbox.receiver.message import BadMessage, Message, parse
+from outbox.receiver.message import Message, parse
 from outbox.web.address import Address
 from outbox.web.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+    from outbox.core.checkpoint import Mark
 
 BODY_BYTES_MAX = 65 * 1024 * 1024
 """The largest payload that can be allowed, and what is around it."""
@@ -70,6 +73,8 @@ class Outcome(StrEnum):
     """On purpose, with nothing done."""
     REFUSED = "refused"
     """A good request that this receiver will never take."""
+    CHECKPOINT = "checkpoint"
+    """Told how far lanes are; `reason` says what that shows to be missing."""
     REJECTED = "rejected"
     """Not signed, not a delivery, or changed on its way."""
 
@@ -88,7 +93,7 @@ class Handled:
     fault: Fault | None = None
     """With `accepted` or `duplicate`: only the answer was lost."""
     reason: str = ""
-    """Why it was refused or rejected."""
+    """Why it was refused or rejected, or what a checkpoint shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,7 @@ class Totals:
     failed: int
     refused: int
     rejected: int
+    checkpoints: int
     lost: int
     """Accepted ones and duplicates whose answer was lost on purpose."""
     order: OrderTotals
@@ -179,6 +185,7 @@ class DevelopmentReceiver:
             failed=self._outcomes[Outcome.FAILED],
             refused=self._outcomes[Outcome.REFUSED],
             rejected=self._outcomes[Outcome.REJECTED],
+            checkpoints=self._outcomes[Outcome.CHECKPOINT],
             lost=self._lost,
             order=self._book.totals(),
         )
@@ -205,11 +212,14 @@ class DevelopmentReceiver:
         try:
             if self.secrets:
                 verify(request.headers, body, self.secrets, self._clock())
-            message = parse(request.headers, body)
+            marks = checkpoint.parse(body)
+            message = None if marks is not None else parse(request.headers, body)
         except SignatureError as error:
             return self._reject(401, str(error))
-        except BadMessage as error:
+        except ValueError as error:
             return self._reject(400, str(error))
+        if message is None:
+            return await self._compare(marks or (), request, body)
         if self._refuse is not None and (reason := self._refuse(message)):
             self._count(Handled(Outcome.REFUSED, 422, message, reason=reason))
             return web.Response(status=422, text=f"{reason}\n")
@@ -227,6 +237,23 @@ class DevelopmentReceiver:
             handled = self._take_in(message, fault)
         self._count(handled)
         return await _answer(request, fault)
+
+    async def _compare(
+        self, marks: Sequence[Mark], request: web.Request, body: bytes
+    ) -> web.Response:
+        """Hold what came against how far the sender says its lanes are."""
+        if refused := await self._not_taken_behind(request, body):
+            told = "not taken behind"
+            self._count(Handled(Outcome.FAILED, refused, reason=told))
+            return web.Response(status=refused, text=f"{told}\n")
+        missing = [
+            f"{numbers[0]}-{numbers[1]} of {mark.lane}"
+            for mark in marks
+            if (numbers := self._book.hear_of(mark.lane, mark.sequence)) is not None
+        ]
+        told = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
+        self._count(Handled(Outcome.CHECKPOINT, 200, reason=told))
+        return web.Response(text="ok\n")
 
     async def _not_taken_behind(self, request: web.Request, body: bytes) -> int | None:
         """The status of whoever it is passed on to, unless it was taken there."""

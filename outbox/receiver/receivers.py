@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeVar
 
+    from outbox.core.checkpoint import Mark
     from outbox.receiver.inbox.taking import KeptLane
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
@@ -196,6 +197,8 @@ class AsyncReceiver(_Base):
         try:
             if not self._is_ready:
                 await self._begin()
+            if verified.checkpoint is not None:
+                return await self._compare(verified.checkpoint)
             message = verified.message
             if message is None:
                 taken = await self._take_foreign(verified, body)
@@ -272,6 +275,18 @@ class AsyncReceiver(_Base):
                 case Forgo(numbers):
                     async with self._transaction() as connection:
                         came = await self.inbox.forgo_async(connection, lane, numbers)
+
+    async def _compare(self, marks: Sequence[Mark]) -> Answer:
+        """A checkpoint: what it shows to be missing is told, and fetched if that is wanted."""
+        async with self._transaction() as connection:
+            missing = await self.inbox.compare_async(connection, marks)
+        if self._gaps is Gaps.CATCH_UP:
+            for lane in missing:
+                try:
+                    await self.catch_up(lane)
+                except CannotFetch as error:
+                    log.warning("what is missing of %s is not fetched: %s", lane, error)
+        return self._rules.compared(missing)
 
     async def _process_fetched(self, request: Request) -> Fate:
         """Process it now, whatever is missing before it: that was asked for already."""
@@ -394,6 +409,8 @@ class Receiver(_Base):
         try:
             if not self._is_ready:
                 self._begin()
+            if verified.checkpoint is not None:
+                return self._compare(verified.checkpoint)
             message = verified.message
             taken = self._take_foreign(verified, body) if message is None else self._take(message)
         except Exception as error:
@@ -439,6 +456,17 @@ class Receiver(_Base):
                 case Forgo(numbers):
                     with self._transaction() as connection:
                         came = self.inbox.forgo(connection, lane, numbers)
+
+    def _compare(self, marks: Sequence[Mark]) -> Answer:
+        with self._transaction() as connection:
+            missing = self.inbox.compare(connection, marks)
+        if self._gaps is Gaps.CATCH_UP:
+            for lane in missing:
+                try:
+                    self.catch_up(lane)
+                except CannotFetch as error:
+                    log.warning("what is missing of %s is not fetched: %s", lane, error)
+        return self._rules.compared(missing)
 
     def _process_fetched(self, request: Request) -> Fate:
         verified = self._rules.read(request)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.checkpoint import TYPE as CHECKPOINT
 from outbox.core.order import Kind
 from outbox.core.signature import TOLERANCE_S, SignatureError
 from outbox.errors import OutboxError, UsageError
@@ -37,10 +38,11 @@ from outbox.receiver.verifying import Verified, Verifier
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from opentelemetry.metrics import MeterProvider
 
+    from outbox.core.ranges import Range
     from outbox.receiver.inbox.taking import Taken
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
@@ -205,7 +207,8 @@ class Rules:
             return rejected(401, str(error))
         except BadMessage as error:
             return rejected(400, str(error))
-        if verified.message is None and self.foreign is None:
+        is_known = verified.message is not None or verified.checkpoint is not None
+        if not is_known and self.foreign is None:
             return rejected(400, "the headers X-Lane and X-Sequence are missing")
         return verified
 
@@ -228,6 +231,15 @@ class Rules:
             self.totals.fetched += taken.fresh
         self._metering.fetched(int(taken.fresh))
         return Fate.NEVER if taken.outcome is Outcome.CONFLICT else Fate.TAKEN
+
+    def compared(self, missing: Mapping[str, Range]) -> Answer:
+        """Count and tell what a checkpoint shows to be missing, and say what to answer."""
+        for lane, numbers in missing.items():
+            log.error("lane %s: acknowledged, and not here: %s", lane, _ranges((numbers,)))
+            with self._mutex:
+                self.totals.gaps += 1
+            self._metering.taken(gap=True, old=False, overdue=0)
+        return Answer(Ended.PROCESSED, 200, "something is missing" if missing else "all is here")
 
     def failed(self, error: Exception, message_id: str) -> Answer:
         """What to answer when nothing was committed, by what went wrong."""
@@ -277,12 +289,18 @@ def logged(verified: Verified, answer: Answer) -> dict[str, Any]:
         "delivery_id": verified.message_id,
         "lane": message.lane if message is not None else None,
         "sequence": message.sequence if message is not None else None,
-        "type": message.type if message is not None else None,
+        "type": _type(verified),
         "attempt": message.attempt if message is not None else None,
         "outcome": answer.ended.value,
         "status": answer.status,
         "why": answer.text,
     }
+
+
+def _type(verified: Verified) -> str | None:
+    if verified.message is not None:
+        return verified.message.type
+    return None if verified.checkpoint is None else CHECKPOINT
 
 
 def _log(message: Message, taken: Taken) -> None:

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from outbox.core import checkpoint
 from outbox.core.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
@@ -27,11 +28,13 @@ from outbox.core.signature import (
 )
 from outbox.core.signature import verify as verify_signature
 from outbox.errors import UsageError
-from outbox.receiver.message import HEADERS, Message, is_delivery, parse
+from outbox.receiver.message import HEADERS, BadMessage, Message, is_delivery, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeAlias
+
+    from outbox.core.checkpoint import Mark
 
     Headers: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
     """Names in any case; as pairs, so that one that is there twice can be told."""
@@ -48,7 +51,9 @@ class Verified:
     timestamp: int
     """When this attempt was signed, in epoch seconds."""
     message: Message | None
-    """The delivery, if it is one of a relay; None: another sender's request."""
+    """The delivery, if it is one of a relay; None: a checkpoint, or another sender's request."""
+    checkpoint: tuple[Mark, ...] | None = None
+    """How far its lanes are, if that is what a relay tells; see `outbox.core.checkpoint`."""
 
 
 class Verifier:
@@ -88,8 +93,13 @@ class Verifier:
         signed = verify_signature(read, body, self._keys, self._clock(), self._tolerance_s)
         says_so = any(name.lower() in read for name in HEADERS)
         # Nor is it somebody else's when the headers are taken away, which nobody signed.
-        message = parse(read, body) if says_so or is_delivery(body) else None
-        return Verified(signed.message_id, signed.timestamp, message)
+        if says_so or is_delivery(body):
+            return Verified(signed.message_id, signed.timestamp, parse(read, body))
+        try:
+            marks = checkpoint.parse(body)
+        except ValueError as error:
+            raise BadMessage(str(error)) from None
+        return Verified(signed.message_id, signed.timestamp, None, marks)
 
 
 def verify(

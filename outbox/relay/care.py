@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from outbox.relay.bell import Bell
+    from outbox.relay.checkpoints import Checkpoints
     from outbox.relay.dispatcher import Dispatcher
     from outbox.relay.owned import OwnedEndpoint
     from outbox.store.care import CareStore
@@ -45,6 +46,8 @@ class Caretaker:
         bell: rung when an endpoint's health changed.
         now: epoch seconds.
         leads: whether this replica looks at the database as a whole, too.
+        checkpoints: looked at here, since they are of endpoints as a whole, and read on
+            the same connection.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class Caretaker:
         bell: Bell,
         now: Callable[[], float],
         leads: Callable[[], bool],
+        checkpoints: Checkpoints,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._bell = bell
         self._now = now
         self._leads = leads
+        self._checkpoints = checkpoints
         self.survey: Survey | None = None
         """What was last seen; None: another replica leads."""
 
@@ -76,7 +81,9 @@ class Caretaker:
             if clock() >= survey_at:
                 self.survey = await self._store.survey() if self._leads() else None
                 survey_at = clock() + SURVEY_EVERY_S
-            await self._bell.wait(max(min(look_at, survey_at) - clock(), 0.0))
+            await self._checkpoints.look(self._dispatcher.owned())
+            next_at = min(look_at, survey_at, self._checkpoints.look_at)
+            await self._bell.wait(max(next_at - clock(), 0.0))
 
     async def _write_health(self, concerned: Iterable[OwnedEndpoint]) -> None:
         changed = []

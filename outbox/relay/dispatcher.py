@@ -24,7 +24,7 @@ from outbox.relay.reader import Reader
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from uuid import UUID
 
     from outbox.core.answer import Answer
@@ -45,7 +45,7 @@ class Dispatcher:
         in_flight_max: requests at one time, over all lanes.
         on_quiet: called when a lane that was stopped has nothing in flight
             any more.
-        on_health: called when an endpoint's health changed.
+        on_health: called when an endpoint's health changed, or it wants checkpoints.
         now: epoch seconds.
         rng: for the jitter of retries and probes.
     """
@@ -118,6 +118,7 @@ class Dispatcher:
             epoch = epochs[endpoint_id]
             self._owned[endpoint_id] = OwnedEndpoint(endpoint, epoch, self._now(), meters)
         self._add_lanes(loaded, sent_through_batch)
+        self._note_checkpoints(endpoints.values())
 
     def renew_lanes(self, loaded: Iterable[LoadedLane]) -> None:
         """The number of lanes was changed: all that the endpoints have now."""
@@ -136,7 +137,7 @@ class Dispatcher:
                 self._lanes[owned.loaded.id] = owned
             self._activate_all(home)
 
-    def update(self, endpoints: Iterable[Endpoint], lifted: set[int]) -> None:
+    def update(self, endpoints: Collection[Endpoint], lifted: set[int]) -> None:
         """Settings were changed, or an operator let something go on.
 
         Args:
@@ -158,6 +159,7 @@ class Dispatcher:
                 self._note_health(home)
             self._activate_all(home)
             self._attend(home)
+        self._note_checkpoints(endpoints)
 
     def clock_jumped(self) -> None:
         """The clock was set: whoever waits for a time works out anew how long."""
@@ -419,6 +421,11 @@ class Dispatcher:
             if asked_s:
                 self._note_health(home)  # The next owner has to leave it alone, too.
         return verdict
+
+    def _note_checkpoints(self, endpoints: Iterable[Endpoint]) -> None:
+        """Some of these may be due."""
+        if any(endpoint.checkpoint_every_s is not None for endpoint in endpoints):
+            self._on_health()
 
     def _note_health(self, home: OwnedEndpoint) -> None:
         """There is something new about it to be written down."""

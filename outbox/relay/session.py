@@ -19,6 +19,7 @@ from outbox.core.news import LATER
 from outbox.core.ownership import Lease
 from outbox.relay.bell import Bell
 from outbox.relay.care import Caretaker
+from outbox.relay.checkpoints import Checkpoints
 from outbox.relay.dispatcher import Dispatcher
 from outbox.relay.listener import Listener
 from outbox.relay.maintenance import maintain
@@ -30,6 +31,7 @@ from outbox.relay.watchdog import Watchdog, answering
 from outbox.relay.working import Working
 from outbox.store import timeline
 from outbox.store.care import CareStore
+from outbox.store.checkpoints import CheckpointStore
 from outbox.store.cursor import CursorStore
 from outbox.store.lanes import LaneStore
 from outbox.store.migrate import require_current
@@ -235,12 +237,14 @@ class Session:
             self._connections.working,
             settings.lease_s,
         )
+        checkpoints = Checkpoints(CheckpointStore(for_care), self._transport, now)
         care = Caretaker(
             CareStore(for_care, settings.schema_name, me, here),
             dispatcher,
             health,
             now,
             lambda: sequencer.cursor.leads,
+            checkpoints,
         )
         self._observer.meters.begin()
         self.working = Working(settings, dispatcher, sequencer, care, lease_left_s, now)
@@ -256,6 +260,7 @@ class Session:
                 ),
                 tasks.create_task(recorder.run()),
                 tasks.create_task(care.run()),
+                tasks.create_task(checkpoints.run()),
                 tasks.create_task(ticker.run()),
                 tasks.create_task(
                     maintain(

@@ -30,7 +30,7 @@ READ_ENDPOINTS = """
 SELECT e.id, e.name, e.state, e.url, e.method, e.headers::text AS headers,
        e.connect_timeout_s, e.total_timeout_s, e.retry::text AS retry, e.retryable,
        e.on_dead_letter, e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s,
-       e.generation, e.resumes,
+       e.checkpoint_every_s, e.generation, e.resumes,
        h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
        h.last_answer::text AS last_answer, h.told_held_since, h.told_stalled_at,
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
@@ -64,6 +64,8 @@ class Endpoint:
     backlog_count_max: int | None
     backlog_age_max_s: float | None
     disable_after_s: float
+    checkpoint_every_s: float | None
+    """None: never."""
     generation: int
     resumes: int
     """Rises when an operator says that it shall be tried now."""
@@ -128,6 +130,7 @@ def _endpoint(row: Any) -> Endpoint:
         backlog_count_max=row["backlog_count_max"],
         backlog_age_max_s=row["backlog_age_max_s"],
         disable_after_s=row["disable_after_s"],
+        checkpoint_every_s=row["checkpoint_every_s"],
         generation=row["generation"],
         resumes=row["resumes"],
         obeyed=row["obeyed"],

@@ -46,9 +46,9 @@ SELECT b.high, coalesce(
 ADD_ENDPOINT = """
 INSERT INTO endpoint (name, url, types, tenant, all_tenants, filter, method, headers,
        connect_timeout_s, total_timeout_s, retry, retryable, on_dead_letter, backlog_count_max,
-       backlog_age_max_s, disable_after_s, lanes, state_by)
+       backlog_age_max_s, disable_after_s, checkpoint_every_s, lanes, state_by)
 VALUES ($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11::text::jsonb, $12, $13, $14,
-        $15, $16, $17, $18)
+        $15, $16, $17, $18, $19)
 RETURNING id
 """
 
@@ -57,8 +57,9 @@ UPDATE endpoint
    SET name = $1, url = $2, types = $3, tenant = $4, all_tenants = $5, filter = $6, method = $7,
        headers = $8::text::jsonb, connect_timeout_s = $9, total_timeout_s = $10,
        retry = $11::text::jsonb, retryable = $12, on_dead_letter = $13, backlog_count_max = $14,
-       backlog_age_max_s = $15, disable_after_s = $16, lanes = $17, generation = $18
- WHERE id = $19
+       backlog_age_max_s = $15, disable_after_s = $16, checkpoint_every_s = $17, lanes = $18,
+       generation = $19
+ WHERE id = $20
 """
 
 ADD_SECRET = """
@@ -337,6 +338,7 @@ def _columns(settings: EndpointSettings) -> Sequence[Any]:
         settings.backlog_count_max,
         settings.backlog_age_max_s,
         settings.disable_after_s,
+        settings.checkpoint_every_s,
         settings.lanes,
     )
 

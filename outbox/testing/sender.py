@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
+from outbox.core import checkpoint
+from outbox.core.checkpoint import Mark
 from outbox.core.ed25519 import PRIVATE_PREFIX, parse_private_key
 from outbox.core.identity import lane_name
 from outbox.core.request import Delivery, prepare
@@ -146,6 +148,19 @@ class FakeSender:
             )
             for each in found
         ]
+
+    def checkpoint(self) -> Request:
+        """The last number of each lane, as all of it was acknowledged."""
+        marks = [
+            Mark(lane, int(lane.rsplit("-", 2)[1]), last)
+            for lane, numbers in self._lanes.items()
+            if (last := max((n.delivery.seq for n in numbers if not n.given_up), default=0))
+        ]
+        now = self._clock()
+        prepared = checkpoint.prepare(
+            str(self._new_id()), datetime.fromtimestamp(now, tz=UTC), marks
+        )
+        return Request("POST", prepared.attempt(1, int(now), [self._key]), prepared.body)
 
     def again(self, request: Request, attempt: int = 2) -> Request:
         """The same number once more, signed at this time."""

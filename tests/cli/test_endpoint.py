@@ -93,7 +93,8 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--header", "Authorization: Bearer hunter2", "--header", "X-Env:prod",
         "--connect-timeout", "2s", "--timeout", "1m", "--policy", "plane,attempts=8",
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
-        "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h", "--json",
+        "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
+        "--checkpoint-every", "60s", "--json",
     )  # fmt: skip
     assert list(made.json) == ["id", "name", "url", "secret", "lanes"]
     shown = here("endpoint", "show", "a", "--json")
@@ -115,6 +116,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "backlog_max": 1000,
         "backlog_age": "2d",
         "disable_after": "12h",
+        "checkpoint_every": "1m",
         "lanes": 2,
     }
     text = here("endpoint", "show", "a").out

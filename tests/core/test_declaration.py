@@ -38,6 +38,7 @@ def test_a_file_says_everything_by_the_names_of_the_flags() -> None:
         backlog_max=10,
         backlog_age="2d",
         disable_after="12h",
+        checkpoint_every="1m",
         lanes=4,
     ) == settings(
         types=("order.*",),
@@ -53,6 +54,7 @@ def test_a_file_says_everything_by_the_names_of_the_flags() -> None:
         backlog_count_max=10,
         backlog_age_max_s=172800.0,
         disable_after_s=43200.0,
+        checkpoint_every_s=60.0,
         lanes=4,
     )
 

@@ -27,6 +27,7 @@ FULL: dict[str, Any] = {
     "backlog_count_max": 1000,
     "backlog_age_max_s": 172800.0,
     "disable_after_s": 86400.0,
+    "checkpoint_every_s": 60.0,
     "lanes": 8,
 }
 
@@ -101,6 +102,8 @@ def test_values_have_one_form() -> None:
         ({"backlog_count_max": 1.5}, "backlog_max: must be between 1 and"),
         ({"backlog_age_max_s": -1}, "backlog_age: must be longer than nothing"),
         ({"disable_after_s": 0}, "disable_after: must be longer than nothing"),
+        ({"checkpoint_every_s": 0.5}, "checkpoint_every: at least 1 s"),
+        ({"checkpoint_every_s": "1s"}, "checkpoint_every: "),
         ({"lanes": 0}, "lanes: must be between 1 and 1024, not 0"),
         ({"lanes": 1025}, "lanes: must be between 1 and 1024, not 1025"),
         ({"lanes": True}, "lanes: "),

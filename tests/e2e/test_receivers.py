@@ -106,7 +106,8 @@ async def test_a_receiver_of_the_guide_conforms(
         await receiver.answers()
         told = f"{receiver.url}/processed"
         ended = await outbox(
-            "conform", f"{receiver.url}/hooks", "--secret", SECRET, "--processed", told
+            *("conform", f"{receiver.url}/hooks", "--secret", SECRET),
+            *("--processed", told, "--checkpoints"),
         )
     finally:
         await receiver.kill()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core.checkpoint import Mark
 from outbox.core.order import Kind, State
 from outbox.receiver.inbox.inbox import Inbox
 from outbox.receiver.inbox.taking import Outcome
@@ -133,6 +134,32 @@ async def test_what_is_sent_again_on_request_is_taken_if_it_was_lost(opener: Ope
     async with opener.transaction() as transaction:
         lane = (await transaction.call("lanes"))["a-1-0"]
     assert (lane.state.high, lane.state.missing) == (9, ((8, 8),))
+
+
+async def test_a_checkpoint_shows_what_was_lost_at_the_end(opener: Opener) -> None:
+    others = message(5, lane="a-2-0", outbox_id=77), message(1, lane="a-3-0", outbox_id=78)
+    for what in (message(1), message(3), *others):
+        async with opener.transaction() as transaction:
+            await transaction.take(what)
+    marks = (
+        Mark("a-1-0", 1, 6),
+        Mark("a-1-1", 1, 2),  # It never heard of this one, though it was there.
+        Mark("a-2-0", 2, 5),
+        Mark("a-2-1", 2, 9),  # Nor of this one, and knows older ones.
+        Mark("a-3-0", 3, 0),  # An old checkpoint.
+        Mark("a-0-0", 0, 4),  # From before it was there.
+    )
+    for missing in ({"a-1-0": (4, 6), "a-1-1": (1, 2), "a-2-1": (1, 9)}, {}):
+        async with opener.transaction() as transaction:
+            assert await transaction.call("compare", marks) == missing
+    for number in (5, 6, 7):
+        async with opener.transaction() as transaction:
+            taken = await transaction.take(message(number))
+            assert (taken.fresh, taken.missing) == (True, ())
+    async with opener.transaction() as transaction:
+        lanes = await transaction.call("lanes")
+    assert lanes["a-1-0"].state.missing == ((2, 2), (4, 4))
+    assert lanes["a-1-1"].state.missing == ((1, 2),)
 
 
 async def test_what_rolls_back_comes_again(opener: Opener, database: Database) -> None:

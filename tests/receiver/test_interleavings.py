@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +27,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from outbox.core.checkpoint import Mark, prepare
 from outbox.core.order import LaneState
 from outbox.core.signature import format_secret
 from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, receivers
@@ -238,6 +241,21 @@ class World(RuleBasedStateMachine):
         finally:
             self.disk.steps_left = None
 
+    @rule(dies_after=st.none() | st.integers(0, 40))
+    def checkpoint(self, dies_after: int | None) -> None:
+        self.disk.steps_left = dies_after
+        try:
+            assert self.receiver.handle(self._checkpoint()).status == 200
+        except Crash:
+            self._restart()
+        finally:
+            self.disk.steps_left = None
+
+    def _checkpoint(self) -> Request:
+        last = self._previous(self._acknowledged() + 1)
+        told = prepare("checkpoint", datetime.now(tz=UTC), [Mark(LANE, 1, last)] if last else [])
+        return Request("POST", told.attempt(1, int(time.time()), [SECRET]), told.body)
+
     @rule(target=backups)
     def back_up(self) -> Any:
         return self.disk.backup()
@@ -298,7 +316,7 @@ class World(RuleBasedStateMachine):
             answer = self.receiver.handle(self._request(head))
             assert answer.status == 200, answer
             self.events[head - 1]["state"] = "delivered"
-        self.receiver.catch_up(LANE)
+        self._end()
         wanted = {each["event"] for each in self.events if each["state"] == "delivered"}
         # One that was given up may have been processed before, its answer lost.
         assert wanted <= set(self.disk.processed) <= set(range(1, self.published + 1))
@@ -312,11 +330,20 @@ class World(RuleBasedStateMachine):
         if LANE in lanes:
             assert not lanes[LANE].state.missing
 
+    def _end(self) -> None:
+        self.receiver.catch_up(LANE)
+
 
 class InOrder(World):
-    """The same when a receiver wants what is missing before what comes next."""
+    """The same when a receiver wants what is missing before what comes next.
+
+    What is missing behind that it learns from a checkpoint.
+    """
 
     gaps = Gaps.CATCH_UP
+
+    def _end(self) -> None:
+        assert self.receiver.handle(self._checkpoint()).status == 200
 
 
 @pytest.mark.parametrize("world", [World, InOrder])

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from outbox.errors import UsageError
-from outbox.receiver import AsyncReceiver, MemoryDatabase, Message, Receiver, verify
+from outbox.receiver import (
+    AsyncReceiver,
+    Gaps,
+    MemoryDatabase,
+    Message,
+    Receiver,
+    Request,
+    verify,
+)
 from outbox.receiver.fetching import CannotFetch
 from outbox.testing import FakeSender, Weather, send, sign
 
@@ -76,6 +84,49 @@ def test_whatever_the_weather_all_of_it_is_processed_once(seed: int) -> None:
     # What was lost before a lane's first arrival is unknown to who has just begun.
     assert unknown <= 6
     assert len(set(came)) == len(came)
+
+
+@pytest.mark.parametrize("gaps", [Gaps.TELL, Gaps.CATCH_UP])
+def test_a_checkpoint_shows_a_lost_end(gaps: Gaps, caplog: pytest.LogCaptureFixture) -> None:
+    sender = FakeSender()
+    receiver = Receiver(sender.secret, MemoryDatabase(), fetch=sender, gaps=gaps)
+    came: list[int] = []
+
+    @receiver.on("a.b")
+    def take(message: Message, _: object) -> None:
+        came.append(message.data)
+
+    assert receiver.handle(sender.event("a.b", 1)).status == 200
+    assert receiver.handle(sender.checkpoint()).text == "all is here"
+    assert receiver.totals.gaps == 0
+    sender.event("a.b", 2)
+    sender.give_up(sender.event("a.b", 3))
+    answer = receiver.handle(sender.checkpoint())
+    assert (answer.status, answer.text) == (200, "something is missing")
+    assert receiver.totals.gaps == 1
+    assert f"lane {sender.lane()}: acknowledged, and not here: 2" in caplog.text
+    assert came == ([1] if gaps is Gaps.TELL else [1, 2])
+    # And a relay that cannot be asked is no reason to refuse.
+    sender.event("a.b", 4)
+    lanes = sender._lanes
+    request = sender.checkpoint()
+    sender._lanes = {}
+    assert receiver.handle(request).status == 200
+    sender._lanes = lanes
+    receiver.catch_up()
+    assert sorted(came) == [1, 2, 4]
+    assert verify(request.headers, request.body, sender.secret).checkpoint is not None
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused() -> None:
+    sender = FakeSender()
+    receiver = Receiver(sender.secret, MemoryDatabase())
+    body = b'{"type": "outbox.checkpoint", "lanes": [7]}'
+    answer = receiver.handle(Request("POST", sign(sender.secret, "msg_1", body), body))
+    assert (answer.status, answer.text) == (
+        400,
+        "a lane of the checkpoint has no name, generation and number",
+    )
 
 
 def test_the_same_seed_is_the_same_weather() -> None:

@@ -241,6 +241,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("on a new one", told["on_dead_letter"]),
         ("backlog", f"at most {' and '.join(backlog)}" if backlog else "no limit"),
         ("disabled", f"after {told['disable_after']} without a success"),
+        ("checkpoints", told["checkpoint_every"] and f"every {told['checkpoint_every']}"),
         ("secrets", f"{live}, the older ones until {cell(max(older))}" if older else live),
         ("owed", row.owed),
         ("added", row.created_at),

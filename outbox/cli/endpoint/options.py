@@ -61,6 +61,8 @@ _SECTIONS = {
     "backlog_age_max_s": _FAILS,
     "no_backlog": _FAILS,
     "disable_after_s": _FAILS,
+    "checkpoint_every_s": _CALLED,
+    "no_checkpoints": _CALLED,
 }
 
 _SETTINGS = (
@@ -148,12 +150,21 @@ _SETTINGS = (
         metavar="TIME",
         help="Disable it after so long without a success.  Default: 3d.",
     ),
+    click.option(
+        "--checkpoint-every",
+        "checkpoint_every_s",
+        type=duration_s,
+        metavar="TIME",
+        help="Tell its receiver the last number of each lane so often, so that even a lost tail "
+        "shows.  Default: never.",
+    ),
 )
 
 _TAKE_AWAY = (
     click.option("--no-filter", is_flag=True, help="Events whatever their payload."),
     click.option("--no-tenant", is_flag=True, help="Events of no tenant."),
     click.option("--no-headers", is_flag=True, help="Without the headers it has; before --header."),
+    click.option("--no-checkpoints", is_flag=True, help="Without checkpoints."),
     click.option("--no-backlog", is_flag=True, help="Without a limit of number or age."),
 )
 
@@ -240,6 +251,8 @@ def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> Endpoint
         values.setdefault("all_tenants", False)
     elif "all_tenants" in values:
         values["tenant"] = None
+    if values.pop("no_checkpoints", False):
+        values = {"checkpoint_every_s": None, **values}
     if values.pop("no_backlog", False):
         values = {"backlog_count_max": None, "backlog_age_max_s": None, **values}
     kept = {} if values.pop("no_headers", False) else dict(settings.headers)

@@ -28,6 +28,7 @@ from outbox.receiver.inbox.taking import (
     Rows,
     Steps,
     Taken,
+    compare,
     forgo,
     take,
     take_foreign,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from typing import Any
 
+    from outbox.core.checkpoint import Mark
     from outbox.core.ranges import Range
     from outbox.receiver.message import Message
 
@@ -136,6 +138,14 @@ class Inbox:
         """What is known of each lane."""
         return await run_async(connection, self._lanes(connection))
 
+    def compare(self, connection: Any, marks: Sequence[Mark]) -> dict[str, Range]:
+        """Hold a checkpoint against what was received; returns what is missing by lane."""
+        return run(connection, self._compare(connection, marks))
+
+    async def compare_async(self, connection: Any, marks: Sequence[Mark]) -> dict[str, Range]:
+        """Hold a checkpoint against what was received; see `compare`."""
+        return await run_async(connection, self._compare(connection, marks))
+
     def forgo(self, connection: Any, lane: str, numbers: Sequence[Range]) -> tuple[Range, ...]:
         """Wait no longer for numbers that nobody can send any more; returns those missed."""
         return run(connection, forgo(self._changing(connection), lane, numbers))
@@ -198,6 +208,11 @@ class Inbox:
             tolerance=self._tolerance,
             expired_before=rfc3339(datetime.now(tz=UTC) - timedelta(seconds=self._keep_s)),
         )
+
+    def _compare(
+        self, connection: Any, marks: Sequence[Mark]
+    ) -> Generator[Call, Rows, dict[str, Range]]:
+        return compare(self._changing(connection), marks, from_start=self._from_start)
 
     def _newest(self, connection: Any, key: str, message: Message) -> Generator[Call, Rows, bool]:
         lane, sequence = message.lane, message.sequence

@@ -28,8 +28,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import orjson
 
 from outbox.core.order import Kind, LaneOrder, LaneState, Observation
+from outbox.receiver.catching_up import to_catch_up
+from outbox.receiver.fetching import LaneStanding
 
 if TYPE_CHECKING:
+    from outbox.core.checkpoint import Mark
     from outbox.core.ranges import Range
     from outbox.receiver.inbox.statements import Statements
     from outbox.receiver.message import Message
@@ -163,6 +166,31 @@ def take_foreign(sql: Statements, message_id: str) -> Steps:
     claim = {"delivery_id": f"foreign {message_id}", "lane": None, "sequence": None}
     claimed = yield Call(sql.claim, claim)
     return Taken(Outcome.FRESH if claimed else Outcome.DUPLICATE)
+
+
+def compare(
+    sql: Statements, marks: Sequence[Mark], *, from_start: bool = False
+) -> Generator[Call, Rows, dict[str, Range]]:
+    """Hold what is known of lanes against what their sender says; returns what is missing.
+
+    Only what nobody knew of until now: the numbers behind the last one that was received.
+    """
+    rows = yield Call(sql.lanes, {})
+    known = {lane.name: lane for lane in map(KeptLane.of, rows)}
+    told = [LaneStanding(mark.lane, mark.sequence, mark.generation) for mark in marks]
+    behind = set(to_catch_up(known, told))
+    found = {}
+    for lane, sequence in sorted((mark.lane, mark.sequence) for mark in marks):
+        if lane not in behind and not (from_start and lane not in known):
+            continue
+        yield Call(sql.add_lane, {"lane": lane})
+        rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})
+        order = LaneOrder.of(KeptLane.of(rows[0]).state)
+        missing = order.hear_of(sequence)
+        if missing is not None:
+            found[lane] = missing
+            yield _keep(sql, lane, order)
+    return found
 
 
 def forgo(

@@ -44,6 +44,7 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "backlog_count_max": settings.backlog_count_max,
         "backlog_age_max_s": settings.backlog_age_max_s,
         "disable_after_s": settings.disable_after_s,
+        "checkpoint_every_s": settings.checkpoint_every_s,
         "generation": 1,
         "resumes": 0,
         "lanes": settings.lanes,
