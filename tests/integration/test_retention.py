@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import asyncpg
 import pytest
@@ -17,9 +17,10 @@ import pytest
 from outbox.core.periods import WIDTH, Keep
 from outbox.errors import UsageError
 from outbox.relay import recorder
-from outbox.store import backfill, endpoint_states, jobs, replays, retention, trace
+from outbox.store import backfill, endpoint_states, jobs, replays, resending, retention, trace
 from outbox.store.backfill import Backfill
 from outbox.store.cursor import CursorStore
+from outbox.store.fetch_tokens import Fetcher
 from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.retention import RetentionStore
 from outbox.store.selection import Selection
@@ -396,6 +397,42 @@ async def test_events_stay_for_the_rest_of_a_range_that_is_being_sent_again(
         await until(lambda: fetchval(database, ended), 10, "the job's end")
     await keeper.tend_for_long()
     assert await keeper.first("events") > 0
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("kind", ["events", "log"])
+async def test_it_stays_while_its_receiver_is_sent_it_again(
+    database: Database, keeper: Keeper, kind: Literal["events", "log"]
+) -> None:
+    keep = Keep(0, None, 3600) if kind == "events" else Keep(None, 0, 0)
+    keeper.retention = RetentionStore(keeper.db, keep, period_s=0)
+    made = await add_endpoint(database, lanes=1)
+    network = Network()
+    async with running(database, network):
+        await publish(database, *range(6), key="k")
+        await checkpointed(database)
+    fetcher = Fetcher(made.id, "shop")
+    await resending.ask(keeper.db, "relay", fetcher, f"{made.id.hex[:12]}-1-0", 0)
+    with ranges.unpaced(2):
+        worker = await ranges.sequencer(database)
+        while await fetchval(database, "SELECT next_seq FROM replay") == 1:
+            await ranges.turn(worker)
+    # These two are done, and nothing is owed: only what is to come keeps what it needs.
+    last = "acked_seq = 8, delivered_seq = 8, floor_batch = (SELECT max(batch) FROM batch)"
+    await keeper.db.execute(f"UPDATE lane_progress SET {last}")
+    await keeper.tend_for_long()
+    assert await keeper.first(kind) == 0
+    async with running(database, network):
+        await until(lambda: len(network.accepted) == 10, 10, "the rest")
+        ended = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_part"
+        await until(lambda: fetchval(database, ended), 10, "the job's end")
+
+        async def has_gone() -> bool:
+            await keeper.tend_for_long()
+            return await keeper.first(kind) > 0
+
+        await until(has_gone, 10, "its end")
+    assert network.data() == [*range(6), *range(2, 6)]
 
 
 @pytest.mark.one_major

@@ -21,6 +21,7 @@ from outbox.core.steps import AttemptRow, DeadLetter, DeadRange, Gone, Progress,
 from outbox.relay.connections import SESSION_SETTINGS
 from outbox.store import (
     care,
+    checkpoints,
     cursor,
     dead,
     destinations,
@@ -33,6 +34,7 @@ from outbox.store import (
     records,
     replaying,
     replicas,
+    resending,
     routing,
     status,
     survey,
@@ -161,6 +163,40 @@ async def _no_replays(log: LongLog) -> Case:
     """With none pending nothing else is read."""
     rows, pages = ENDPOINTS, 2 * REPLAYS_PENDING + FOUR * ENDPOINTS
     return Case(routing.READ_REPLAYS, _parts(log), rows, pages, before=(NO_REPLAYS,))
+
+
+async def _a_lane_sent_again(log: LongLog) -> Case:
+    """From the middle of a lane that has hundreds of partitions behind it."""
+    lane, middle = log.lanes[7], ACKED // 2
+    endpoint = f"(SELECT endpoint_id FROM lane WHERE id = {lane})"
+    asked = f"""
+        INSERT INTO replay_job (id, kind, asked_by, lane_id) OVERRIDING SYSTEM VALUE
+        VALUES (1000, 'lane', 'x', {lane});
+        INSERT INTO replay (job_id, endpoint_id, next_seq, next_batch, to_seq)
+        VALUES (1000, {endpoint}, {middle}, {batch_of(middle)}, {ACKED})"""
+    async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
+        endpoint_id = await connection.fetchval(f"SELECT {endpoint}")
+    seen = routing.RESENT_SEEN_MAX
+    # Its event, its dead letter, and the lanes of its endpoint are looked for each time.
+    rows, pages = seen * (SLOTS + 3), seen * (3 * FOUR + SLOTS)
+    arguments = ([1000], [endpoint_id], [10])
+    return Case(routing.READ_REPLAYS, arguments, rows, pages, before=(asked,))
+
+
+async def _where_to_begin_with_a_lane(log: LongLog) -> Case:
+    middle = ACKED // 2
+    return Case(resending.FIND_FIRST, (log.lanes[7], batch_of(middle), middle), 3, 40)
+
+
+async def _whether_a_lane_is_sent_again(log: LongLog) -> Case:
+    """Of the open jobs, which are few, the one of this lane."""
+    return Case(resending.FIND_RUNNING, (log.endpoints[7], log.lanes[7]), ENDPOINTS + 1, 20)
+
+
+async def _how_far_lanes_are(log: LongLog) -> Case:
+    """For a checkpoint of one endpoint: the last success behind each lane's checkpoint."""
+    rows, pages = 3 * SLOTS, (2 + len(NEWEST)) * FOUR * SLOTS
+    return Case(checkpoints.READ_MARKS, ([log.endpoints[1]],), rows, pages, {"attempt": NEWEST})
 
 
 async def _letters(log: LongLog) -> Case:
@@ -441,6 +477,10 @@ RELAY = {
         _events_and_a_gap_as_wide_as_a_setval,
         _replays,
         _no_replays,
+        _a_lane_sent_again,
+        _where_to_begin_with_a_lane,
+        _whether_a_lane_is_sent_again,
+        _how_far_lanes_are,
         _letters,
         _looks,
         _history,
