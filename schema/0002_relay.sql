@@ -260,6 +260,7 @@ CREATE TABLE delivery (
     replay_seq  bigint,           -- and which number it stands for
     backfill_id bigint,           -- the job that gives it an X-Delivery of its own
     copy_id     bigint,           -- the dead letter that has a copy of the event
+    was_backfill_id bigint,       -- of a job of kind lane: the backfill_id of what is sent again
     PRIMARY KEY (lane_id, batch, seq)
 ) PARTITION BY RANGE (batch);
 -- By lane, so that what became of a replay of a million numbers is told by the

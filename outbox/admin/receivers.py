@@ -154,12 +154,14 @@ class _Receivers:
             raise Problem(Kind.INVALID, "say behind which number: ?after=N, 0 for all that is kept")
         after = _number(request, "after", 0, fetching.SEQUENCE_MAX)
         lane, schema = request.match_info["lane"], self._database.schema
-        asked = await resending.ask(connection, schema, fetcher, lane, after)
+        to = _number(request, "to", fetching.SEQUENCE_MAX, fetching.SEQUENCE_MAX)
+        asked = await resending.ask(connection, schema, fetcher, lane, after, to)
         return {
             "lane": asked.lane,
             "job": asked.job,
             "from": asked.from_sequence,
             "to": asked.to_sequence,
+            "acknowledged": asked.acknowledged,
         }
 
     async def _fetcher(self, request: web.Request) -> Fetcher:

@@ -169,7 +169,7 @@ def _notes(handled: Handled) -> list[str]:
         answered = "no answer" if handled.status is None else f"answered {handled.status}"
         notes.append(f"{answered}, on purpose")
     elif handled.outcome is Outcome.FAILED:
-        notes.append(f"the receiver behind answered {handled.status}")
+        notes.append(handled.reason)
     message, seen = handled.message, handled.observation
     if message is not None and message.replay_of is not None:
         notes.append(safe(f"replay of number {message.replay_of[1]} of {message.replay_of[0]}"))
@@ -211,7 +211,7 @@ def _show(totals: Totals) -> None:
     order = totals.order
     click.echo(
         f"{count(totals.requests, 'request')}: {totals.accepted} accepted, "
-        f"{count(totals.duplicates, 'duplicate')}, {totals.failed} failed on purpose, "
+        f"{count(totals.duplicates, 'duplicate')}, {totals.failed} failed, "
         f"{totals.rejected} rejected"
     )
     click.echo(

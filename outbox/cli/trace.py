@@ -201,8 +201,8 @@ def _attempt(attempt: Attempt) -> str:
     ]
     if attempt.status and attempt.error:
         details.append(attempt.error)
-    if "body" in answer:
-        details.append(cell(answer["body"]) if len(answer["body"]) < 80 else _cut(answer["body"]))
+    if body := answer.get("body", "").strip():
+        details.append(cell(body) if len(body) < 80 else _cut(body))
     return safe(f"{text}  {'  '.join(details)}".rstrip())
 
 

@@ -278,7 +278,7 @@ def _checkpoints(teller: _Teller) -> None:
     story.taken(story.event(2))
     story.end()
 
-    story = teller.story("a checkpoint shows a lost end", "what comes late after all is dropped")
+    story = teller.story("a checkpoint before what it names", "what is late is dropped for ever")
     story.taken(story.event(1))
     late = story.event(2)
     story.step(story.sender.checkpoint(), Verdict.TAKEN)

@@ -66,7 +66,8 @@ async def grade(
         told: called with each grade as soon as it is known.
 
     Raises:
-        CannotRun: nobody listens there, or what was processed cannot be read.
+        CannotRun: nobody listens there, it knows neither path nor secret, or what was
+            processed cannot be read.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with aiohttp.ClientSession(
@@ -74,11 +75,24 @@ async def grade(
     ) as client:
         receiver = _Receiver(client, url, processed_url)
         await receiver.look()
-        grades = []
+        grades: list[Grade] = []
         for case in cases:
-            grades.append(Grade(case.name, case.why, await receiver.failure(case)))
+            failure = await receiver.failure(case)
+            if not grades and (why := _NOT_FOUND.get(receiver.last_status)):
+                # Everything else would fail because of that, and say nothing.
+                raise CannotRun(f"{url} answers {receiver.last_status} to a delivery: {why}")
+            grades.append(Grade(case.name, case.why, failure))
             told(grades[-1])
     return grades
+
+
+_NOT_FOUND = {
+    401: "is the secret the one that it knows?",
+    403: "is the secret the one that it knows?",
+    404: "is the path right?",
+    405: "is the path right?",
+}
+"""To the very first delivery, which is as good as any."""
 
 
 class _Receiver:
@@ -86,6 +100,7 @@ class _Receiver:
         self._client = client
         self._url = url
         self._processed_url = processed_url
+        self.last_status = 0
 
     async def look(self) -> None:
         """Whether there is somebody to be graded."""
@@ -140,6 +155,7 @@ class _Receiver:
                 headers=list(pairs_of(request.headers)),
                 allow_redirects=False,
             ) as response:
+                self.last_status = response.status
                 return response.status
         except TimeoutError:
             return "no answer in time"

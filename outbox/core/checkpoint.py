@@ -4,17 +4,19 @@ A receiver sees a gap when a later number comes.  What was lost at the end of a 
 by nothing, until something tells the last number:
 
     {"id": "…", "type": "outbox.checkpoint", "timestamp": "2026-01-31T12:00:00.000000Z",
-     "lanes": [{"lane": "6f1c2a349d55-1-0", "generation": 1, "sequence": 41}, …]}
+     "lanes": [{"lane": "6f1c2a349d55-1-0", "generation": 1, "sequence": 41,
+                "given_up": [[37, 38]]}, …]}
 
 `sequence` is the last number of the lane that its receiver has acknowledged, not one that
-was given up.  A checkpoint is signed like a delivery, and is none: it has no lane, number
-or X-Delivery, is not sent again, and an old one that comes late does no harm.
+was given up; `given_up` has the newest ranges of those below it, if there are any.  A
+checkpoint is signed like a delivery, and is none: it has no lane, number or X-Delivery, is
+not sent again, and an old one that comes late does no harm.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import orjson
 
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from outbox.core.answer import Headers
+    from outbox.core.ranges import Range
 
 TYPE = "outbox.checkpoint"
 LANES_MAX = 2000
 """Lanes in one checkpoint: all of an endpoint's, and the newest ones of those it had before."""
+GIVEN_UP_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class Mark:
     """It rises when the lanes of an endpoint are made anew."""
     sequence: int
     """The last number that was delivered, 0 before the first."""
+    given_up: tuple[Range, ...] = ()
+    """The newest of the numbers below it that were not, at most `GIVEN_UP_MAX` ranges."""
 
 
 def prepare(
@@ -52,10 +58,7 @@ def prepare(
     Args:
         checkpoint_id: a UUID of its own.
     """
-    lanes = [
-        {"lane": each.lane, "generation": each.generation, "sequence": each.sequence}
-        for each in marks
-    ]
+    lanes = [_told(each) for each in marks]
     told = {"id": checkpoint_id, "type": TYPE, "timestamp": rfc3339(at), "lanes": lanes}
     return Prepared(
         message_id=checkpoint_id,
@@ -89,12 +92,35 @@ def parse(body: bytes) -> tuple[Mark, ...] | None:
     return tuple(map(_mark, lanes))
 
 
+def _told(mark: Mark) -> dict[str, object]:
+    told: dict[str, object] = {
+        "lane": mark.lane,
+        "generation": mark.generation,
+        "sequence": mark.sequence,
+    }
+    return told | {"given_up": mark.given_up} if mark.given_up else told
+
+
 def _mark(given: Any) -> Mark:
     read: dict[str, Any] = given if isinstance(given, dict) else {}
     lane, generation, sequence = read.get("lane"), read.get("generation"), read.get("sequence")
+    ranges = read.get("given_up", [])
+    are_ranges = isinstance(ranges, list) and len(ranges) <= GIVEN_UP_MAX
+    is_whole = are_ranges and all(map(_is_range, ranges))
+    if is_whole and isinstance(lane, str) and _is_number(generation) and _is_number(sequence):
+        return Mark(lane, generation, sequence, tuple((lo, hi) for lo, hi in ranges))
+    raise ValueError("a lane of the checkpoint has no name, generation and numbers")
+
+
+def _is_number(given: Any) -> TypeGuard[int]:
     # In Python a bool is an int.
-    if isinstance(lane, str) and type(generation) is int and type(sequence) is int:
-        mark = Mark(lane, generation, sequence)
-        if mark.sequence >= 0:
-            return mark
-    raise ValueError("a lane of the checkpoint has no name, generation and number")
+    return type(given) is int and 0 <= given < 2**63
+
+
+def _is_range(given: Any) -> bool:
+    return (
+        isinstance(given, list)
+        and len(given) == 2
+        and all(map(_is_number, given))
+        and 0 < given[0] <= given[1]
+    )

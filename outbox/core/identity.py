@@ -10,7 +10,11 @@ _TAG_MASK, _ID_MASK = (1 << _TAG_BITS) - 1, (1 << _ID_BITS) - 1
 
 
 def delivery_id(
-    endpoint_id: UUID, outbox_id: int, event_id: UUID, backfill_id: int | None = None
+    endpoint_id: UUID,
+    outbox_id: int,
+    event_id: UUID,
+    backfill_id: int | None = None,
+    was_backfill_id: int | None = None,
 ) -> UUID:
     """The `X-Delivery` of one event at one endpoint.
 
@@ -33,8 +37,12 @@ def delivery_id(
             have, or had, most of it, and they must not drop it.  Which of the events
             they acknowledged is not asked: who answered, and whose answer was lost,
             look the same from here, and the ones in between are still on their way.
+        was_backfill_id: of what its receiver asked for again: the backfill that this was
+            of, since a lane may have an event and the same once more.
     """
     told = b"%d:%b:%d" % (outbox_id, event_id.bytes, backfill_id or 0)
+    if was_backfill_id is not None:
+        told += b":%d" % was_backfill_id
     tag = int.from_bytes(_hash(endpoint_id, told, b"tag")) & _TAG_MASK
     # Tests of an endpoint are of no event, and have negative ids.
     return _uuid8(tag << _ID_BITS | outbox_id & _ID_MASK ^ _mask(endpoint_id, tag))

@@ -51,8 +51,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from outbox.core.ranges import Range, RangeSet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from outbox.core.checkpoint import Mark
 
 RANGES_MAX = 1000
 """Ranges that a lane may take before its oldest trouble is forgotten."""
@@ -226,22 +232,23 @@ class LaneOrder:
                 return state
         return None
 
-    def stand_in(self, sequence: int) -> State | None:
-        """As `close`, of a number that was acknowledged once, by whoever was here before."""
-        self.hear_of(sequence)
-        return self.close(sequence)
+    def hear_of(self, sequence: int, given_up: Iterable[Range] = ()) -> tuple[Range, ...]:
+        """The sender has this number as delivered; returns what that shows to be missing.
 
-    def hear_of(self, sequence: int) -> Range | None:
-        """The sender has this number as delivered.
-
-        So everything up to it is there to be had: beyond what was received, it is missing.
+        Everything up to it is there to be had, apart from what the sender gave up.
         """
-        skipped = (self.high + 1, sequence)
-        if self.ended or sequence <= self.high:
-            return None
-        self._states[State.MISSING].add(*skipped)
-        self.high = sequence
-        return skipped
+        if self.ended and sequence > self.high:
+            return ()
+        shown = RangeSet()
+        if sequence > self.high:
+            for numbers in (shown, self._states[State.MISSING]):
+                numbers.add(self.high + 1, sequence)
+            self.high = sequence
+        for lo, hi in given_up:
+            shown.remove(lo, hi)
+            self._name_holes(lo, min(hi, self.high))
+        self._forget()
+        return tuple(shown)
 
     def forgo(self, lo: int, hi: int) -> tuple[Range, ...]:
         """Nobody can send these any more: of them, what was missing is unknown now."""
@@ -371,18 +378,18 @@ class OrderBook:
             self._was[observation.was] += 1
         return observation
 
-    def hear_of(self, lane: str, sequence: int) -> Range | None:
-        """The sender has this number as delivered; returns what that shows to be missing.
+    def hear_of(self, mark: Mark) -> tuple[Range, ...]:
+        """The sender says how far a lane is; returns what that shows to be missing.
 
         Of a lane that was never heard of nobody knows whose it was, unless this receiver
         is there since all began.
         """
-        order = self._lanes.get(lane)
+        order = self._lanes.get(mark.lane)
         if order is None:
-            if lane in self._over or not self._from_start:
-                return None
-            order = self._lanes[lane] = LaneOrder(from_start=True)
-        return order.hear_of(sequence)
+            if mark.lane in self._over or not self._from_start:
+                return ()
+            order = self._lanes[mark.lane] = LaneOrder(from_start=True)
+        return order.hear_of(mark.sequence, mark.given_up)
 
     def totals(self) -> OrderTotals:
         """The sums until now."""

@@ -65,13 +65,24 @@ class Delivery:
     """The lane and number of the hole that this delivery closes."""
     backfill_id: int | None = None
     """The backfill that sends the event once more, under an X-Delivery of its own."""
+    is_copy: bool = False
+    """Its receiver asked for it again."""
+    was_backfill_id: int | None = None
+    """The backfill of what it is a copy of."""
     committed_after: datetime | None = None
     """The event was not committed before; None: not known."""
 
     @property
     def delivery_id(self) -> UUID:
         """Its X-Delivery."""
-        return delivery_id(self.endpoint_id, self.outbox_id, self.event_id, self.backfill_id)
+        which = self.endpoint_id, self.outbox_id, self.event_id
+        return delivery_id(*which, self.backfill_id, self.was_backfill_id)
+
+    @property
+    def copy_of(self) -> UUID | None:
+        """The X-Delivery of what it is a copy of; None: it is none."""
+        which = self.endpoint_id, self.outbox_id, self.event_id
+        return delivery_id(*which, self.was_backfill_id) if self.is_copy else None
 
     @property
     def waits_since(self) -> float | None:
@@ -183,6 +194,8 @@ def _body(delivery: Delivery, previous_seq: int, *, lane_ends: bool) -> bytes:
         envelope["replay_of"] = {"lane": lane, "sequence": sequence}
     if delivery.backfill_id is not None:
         envelope["backfill"] = delivery.backfill_id
+    if delivery.copy_of is not None:
+        envelope["copy_of"] = str(delivery.copy_of)
     if lane_ends:
         envelope["lane_ends"] = True
     return b'%b,"data":%b}' % (orjson.dumps(envelope)[:-1], delivery.payload)

@@ -70,6 +70,8 @@ class Replay:
     """The job that gives it an X-Delivery of its own, or gave one to its dead letter."""
     copy_id: int | None = None
     """The dead letter that has a copy of the event."""
+    was_backfill_id: int | None = None
+    """When its receiver asked for it: the backfill that what it stands for was of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Deliveries:
     replay_seqs: list[int | None] = field(default_factory=list)
     backfill_ids: list[int | None] = field(default_factory=list)
     copy_ids: list[int | None] = field(default_factory=list)
+    was_backfill_ids: list[int | None] = field(default_factory=list)
     counters: dict[int, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -190,6 +193,7 @@ def number(
         out.replay_seqs.append(None if replay is None else replay.seq)
         out.backfill_ids.append(None if replay is None else replay.backfill_id)
         out.copy_ids.append(None if replay is None else replay.copy_id)
+        out.was_backfill_ids.append(None if replay is None else replay.was_backfill_id)
 
     for event in events:
         for lane_id in router.lanes(event, refused):

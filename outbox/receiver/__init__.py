@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TimestampTooNew,
         TimestampTooOld,
     )
-    from outbox.receiver.fetching import CannotFetch, Fetch
+    from outbox.receiver.fetching import AlreadyAsked, CannotFetch, Fetch
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.memory import MemoryDatabase
     from outbox.receiver.inbox.taking import Outcome, Taken
@@ -52,7 +52,7 @@ _HOMES = {
         "TimestampTooNew",
         "TimestampTooOld",
     ),
-    "outbox.receiver.fetching": ("CannotFetch", "Fetch"),
+    "outbox.receiver.fetching": ("AlreadyAsked", "CannotFetch", "Fetch"),
     "outbox.receiver.inbox.inbox": ("Inbox",),
     "outbox.receiver.inbox.memory": ("MemoryDatabase",),
     "outbox.receiver.inbox.taking": ("Outcome", "Taken"),
@@ -64,6 +64,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AlreadyAsked",
     "Answer",
     "AsyncReceiver",
     "BadMessage",

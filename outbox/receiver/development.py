@@ -30,6 +30,7 @@ from outbox.core import checkpoint
 from outbox.core.order import Observation, OrderBook, OrderTotals
 from outbox.core.signature import SignatureError, verify
 from outbox.errors import UsageError
+from outbox.receiver.forwarding import behind
 from outbox.receiver.message import Message, parse
 from outbox.web.address import Address
 from outbox.web.serving import serving
@@ -229,8 +230,9 @@ class DevelopmentReceiver:
         if fault is not None and not late:
             handled = Handled(Outcome.FAILED, _STATUS[fault], message, fault=fault)
         elif refused := await self._not_taken_behind(request, body):
-            self._count(Handled(Outcome.FAILED, refused, message, reason="not taken behind"))
-            return web.Response(status=refused, text=f"the receiver behind answered {refused}\n")
+            told = behind(refused)
+            self._count(Handled(Outcome.FAILED, refused, message, reason=told))
+            return web.Response(status=refused, text=f"{told}\n")
         else:
             # From here to the count nothing awaits, so two copies at once
             # cannot both be the first.
@@ -243,13 +245,11 @@ class DevelopmentReceiver:
     ) -> web.Response:
         """Hold what came against how far the sender says its lanes are."""
         if refused := await self._not_taken_behind(request, body):
-            told = "not taken behind"
+            told = behind(refused)
             self._count(Handled(Outcome.FAILED, refused, reason=told))
             return web.Response(status=refused, text=f"{told}\n")
         missing = [
-            f"{numbers[0]}-{numbers[1]} of {mark.lane}"
-            for mark in marks
-            if (numbers := self._book.hear_of(mark.lane, mark.sequence)) is not None
+            f"{lo}-{hi} of {mark.lane}" for mark in marks for lo, hi in self._book.hear_of(mark)
         ]
         told = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
         self._count(Handled(Outcome.CHECKPOINT, 200, reason=told))

@@ -25,10 +25,15 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30.0
 PAGE = 100
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
+CONFLICT = 409
 
 
 class CannotFetch(CannotRun):
     """The relay could not be asked, or did not answer as it should."""
+
+
+class AlreadyAsked(CannotFetch):
+    """The lane is being sent again already, or its endpoint is disabled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +76,10 @@ class Resending:
     lane: str
     job: int | None
     """The relay's replay job; None: there is nothing behind the number."""
-    from_sequence: int
-    to_sequence: int
+    from_sequence: int | None
+    to_sequence: int | None
+    acknowledged: int
+    """Up to here the lane's numbers were delivered or given up."""
 
 
 class Source(Protocol):
@@ -93,12 +100,15 @@ class Fetch:
         timeout_s: for a page, in seconds.
 
     Raises:
-        UsageError: the URL is none.
+        UsageError: the URL or the token is none; the message never shows the token.
     """
 
     def __init__(self, url: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise UsageError(f"fetch: {url!r} is no http or https URL")
+        token = token.strip() if isinstance(token, str) else ""
+        if not (token and token.isascii() and token.isprintable()):
+            raise UsageError("fetch: the token is none; see outbox endpoint fetch-token")
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
         self._timeout_s = timeout_s
@@ -137,22 +147,25 @@ class Fetch:
         query = {"after": str(after), "limit": str(PAGE)}
         return _page(await self._get_async(_path(lane), query))
 
-    def replay(self, lane: str, after: int) -> Resending:
-        """Have what was delivered behind a number sent again, at the end of its lane.
+    def replay(self, lane: str, after: int, to: int | None = None) -> Resending:
+        """Have what was delivered behind a number, up to another, sent again.
 
         A receiver with an inbox processes of it what it has lost.  What was given up is
         an operator's to send again.
 
         Raises:
-            CannotFetch: the relay does not answer, has no such lane, or is about it already.
+            AlreadyAsked: it is about it already, or the endpoint is disabled.
+            CannotFetch: the relay does not answer, or has no such lane.
         """
         path = f"/v1/lanes/{urllib.parse.quote(lane, safe='')}/replay"
-        answer = self._ask("POST", path, {"after": str(after)})
-        return Resending(answer["lane"], answer["job"], answer["from"], answer["to"])
+        query = {"after": str(after)} | ({} if to is None else {"to": str(to)})
+        answer = self._ask("POST", path, query)
+        numbers = answer["from"], answer["to"], answer["acknowledged"]
+        return Resending(answer["lane"], answer["job"], *numbers)
 
-    async def replay_async(self, lane: str, after: int) -> Resending:
+    async def replay_async(self, lane: str, after: int, to: int | None = None) -> Resending:
         """The same for asyncio."""
-        return await asyncio.to_thread(self.replay, lane, after)
+        return await asyncio.to_thread(self.replay, lane, after, to)
 
     async def _get_async(self, path: str, query: Mapping[str, str]) -> Any:
         # In a thread: few are asked, seldom, and no client need be kept for it.
@@ -171,7 +184,8 @@ class Fetch:
                 return orjson.loads(answer.read(ANSWER_BYTES_MAX))
         except urllib.error.HTTPError as error:
             with error:
-                raise CannotFetch(f"the relay at {self._url} answers: {_detail(error)}") from None
+                kind = AlreadyAsked if error.code == CONFLICT else CannotFetch
+                raise kind(f"the relay at {self._url} answers: {_detail(error)}") from None
         except (OSError, ValueError) as error:
             raise CannotFetch(f"the relay at {self._url} cannot be asked: {error}") from None
 

@@ -17,8 +17,17 @@ TIMEOUT_S = 14.0
 """Less than the relay waits, so that it gets an answer."""
 UNREACHABLE = 502
 LATE = 504
+_NO_ANSWER = {
+    UNREACHABLE: "the receiver behind cannot be reached, or answered 502",
+    LATE: f"the receiver behind did not answer within {TIMEOUT_S:g} s, or answered 504",
+}
 HOPS = {"host", "connection", "content-length", "transfer-encoding", "accept-encoding"}
 """Headers of one connection, not of the delivery."""
+
+
+def behind(status: int) -> str:
+    """What a status of `forwarding` that is no 2xx means."""
+    return _NO_ANSWER.get(status, f"the receiver behind answered {status}")
 
 
 @asynccontextmanager

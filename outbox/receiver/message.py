@@ -44,11 +44,18 @@ class Message:
     replay_of: tuple[str, int] | None
     backfill: int | None
     """The backfill that sends the event once more; None: this is the first time."""
+    copy_of: str | None
+    """The X-Delivery that this is a copy of: sent again because this receiver asked for that."""
     lane_ends: bool
     """Nothing will follow it in its lane."""
     attempt: int | None
     """Not signed: information only."""
     data: Any
+
+    @property
+    def identity(self) -> str:
+        """Which delivery it is, whether the first time or sent again."""
+        return self.copy_of or self.delivery_id
 
 
 def is_delivery(body: bytes) -> bool:
@@ -88,6 +95,7 @@ def parse(headers: Mapping[str, str], body: bytes) -> Message:
         previous_sequence=_take(content, "previous_sequence", int),
         replay_of=_replay_of(content),
         backfill=_take(content, "backfill", int) if "backfill" in content else None,
+        copy_of=_copy_of(content),
         lane_ends=_take(content, "lane_ends", bool) if "lane_ends" in content else False,
         attempt=_attempt(headers),
         data=content.get("data"),
@@ -114,6 +122,16 @@ def _replay_of(content: Mapping[str, Any]) -> tuple[str, int] | None:
     if not isinstance(stands_for, dict):
         raise BadMessage('the body\'s "replay_of" is not an object')
     return _take(stands_for, "lane", str), _take(stands_for, "sequence", int)
+
+
+def _copy_of(content: Mapping[str, Any]) -> str | None:
+    if "copy_of" not in content:
+        return None
+    text: str = _take(content, "copy_of", str)
+    try:
+        return str(UUID(text))
+    except ValueError:
+        raise BadMessage('the body\'s "copy_of" is not a UUID') from None
 
 
 def _delivery_id(headers: Mapping[str, str]) -> str:

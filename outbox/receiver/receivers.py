@@ -33,8 +33,10 @@ from outbox.receiver.receiving import (
     NoDatabase,
     ReceiverTotals,
     Rules,
+    choice,
     log,
     logged,
+    tell_caught_up,
 )
 from outbox.receiver.requests import Answer, Ended
 from outbox.receiver.verifying import Verified
@@ -75,6 +77,7 @@ class _Base:
         log_requests: bool = False,
         **rules: Any,
     ) -> None:
+        gaps = choice(gaps)
         if gaps is Gaps.CATCH_UP and fetch is None:
             raise UsageError("fetch: to catch up a receiver has to know where, and its token")
         self.inbox = inbox or Inbox()
@@ -112,6 +115,7 @@ class _Base:
         wanted = parse_pattern(pattern)
 
         def add(handler: Handler) -> Handler:
+            self._require_fit(handler)
             self._rules.handlers.add(wanted, handler)
             return handler
 
@@ -123,8 +127,12 @@ class _Base:
         It is called with the `Verified` request, its body and the connection.  They have
         no lanes, so only copies are told.
         """
+        self._require_fit(handler)
         self._rules.foreign = handler
         return handler
+
+    def _require_fit(self, handler: Callable[..., Any]) -> None:
+        """Whether this receiver can call it."""
 
 
 class AsyncReceiver(_Base):
@@ -265,8 +273,7 @@ class AsyncReceiver(_Base):
             try:
                 step = steps.send(came)
             except StopIteration as end:
-                done: CaughtUp = end.value
-                return done
+                return tell_caught_up(end.value)
             match step:
                 case Ask(after):
                     came = await fetch.page_async(lane, after)
@@ -279,14 +286,16 @@ class AsyncReceiver(_Base):
     async def _compare(self, marks: Sequence[Mark]) -> Answer:
         """A checkpoint: what it shows to be missing is told, and fetched if that is wanted."""
         async with self._transaction() as connection:
-            missing = await self.inbox.compare_async(connection, marks)
+            compared = await self.inbox.compare_async(connection, marks)
+        answer = self._rules.compared(compared, fetches=self._gaps is Gaps.CATCH_UP)
         if self._gaps is Gaps.CATCH_UP:
-            for lane in missing:
-                try:
+            try:
+                # What fails is told, and tried again at the next one.
+                for lane in compared.missing:
                     await self.catch_up(lane)
-                except CannotFetch as error:
-                    log.warning("what is missing of %s is not fetched: %s", lane, error)
-        return self._rules.compared(missing)
+            except CannotFetch as error:
+                log.error("what is missing cannot be fetched now: %s", error)
+        return answer
 
     async def _process_fetched(self, request: Request) -> Fate:
         """Process it now, whatever is missing before it: that was asked for already."""
@@ -375,8 +384,14 @@ class Receiver(_Base):
 
     def __init__(self, secrets: str | Sequence[str], database: Any, **options: Any) -> None:
         super().__init__(secrets, **options)
+        if self._gaps is Gaps.HOLD:
+            raise UsageError("gaps: in threads nobody can be held; use AsyncReceiver, or CATCH_UP")
         self._transaction = transactions(database)
         self._start = threading.Lock()
+
+    def _require_fit(self, handler: Callable[..., Any]) -> None:
+        if inspect.iscoroutinefunction(handler):
+            raise UsageError("the handler is a coroutine function: use AsyncReceiver")
 
     def start(self) -> None:
         """Make the tables that are not there yet; done by the first request otherwise."""
@@ -446,8 +461,7 @@ class Receiver(_Base):
             try:
                 step = steps.send(came)
             except StopIteration as end:
-                done: CaughtUp = end.value
-                return done
+                return tell_caught_up(end.value)
             match step:
                 case Ask(after):
                     came = fetch.page(lane, after)
@@ -459,14 +473,16 @@ class Receiver(_Base):
 
     def _compare(self, marks: Sequence[Mark]) -> Answer:
         with self._transaction() as connection:
-            missing = self.inbox.compare(connection, marks)
+            compared = self.inbox.compare(connection, marks)
+        answer = self._rules.compared(compared, fetches=self._gaps is Gaps.CATCH_UP)
         if self._gaps is Gaps.CATCH_UP:
-            for lane in missing:
-                try:
+            try:
+                # What fails is told, and tried again at the next one.
+                for lane in compared.missing:
                     self.catch_up(lane)
-                except CannotFetch as error:
-                    log.warning("what is missing of %s is not fetched: %s", lane, error)
-        return self._rules.compared(missing)
+            except CannotFetch as error:
+                log.error("what is missing cannot be fetched now: %s", error)
+        return answer
 
     def _process_fetched(self, request: Request) -> Fate:
         verified = self._rules.read(request)
@@ -510,7 +526,7 @@ class Receiver(_Base):
                 began = True
                 if taken.fresh:
                     for handler in self._rules.handlers.of(message.type):
-                        handler(message, connection)
+                        _require_finished(handler(message, connection))
                     self.inbox.confirm(connection)
         except Exception as error:
             if began or isinstance(error, _Early):
@@ -522,7 +538,7 @@ class Receiver(_Base):
         with self._transaction() as connection:
             taken = self.inbox.take_foreign(connection, verified.message_id)
             if taken.fresh and self._rules.foreign is not None:
-                self._rules.foreign(verified, body, connection)
+                _require_finished(self._rules.foreign(verified, body, connection))
                 self.inbox.confirm(connection)
         return taken
 
@@ -542,6 +558,14 @@ class Receiver(_Base):
                 self.inbox.log(connection, **logged(verified, answer))
         except Exception:
             log.exception("a request was not written down")
+
+
+def _require_finished(done: Any) -> None:
+    """Nobody awaits it here, so nothing would be done of it."""
+    if inspect.isawaitable(done):
+        if inspect.iscoroutine(done):
+            done.close()
+        raise UsageError("a handler gave a coroutine: use AsyncReceiver")
 
 
 async def _finished(done: Any) -> None:

@@ -38,12 +38,12 @@ from outbox.receiver.verifying import Verified, Verifier
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from opentelemetry.metrics import MeterProvider
 
-    from outbox.core.ranges import Range
-    from outbox.receiver.inbox.taking import Taken
+    from outbox.receiver.catching_up import CaughtUp
+    from outbox.receiver.inbox.taking import Compared, Taken
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
 
@@ -232,14 +232,23 @@ class Rules:
         self._metering.fetched(int(taken.fresh))
         return Fate.NEVER if taken.outcome is Outcome.CONFLICT else Fate.TAKEN
 
-    def compared(self, missing: Mapping[str, Range]) -> Answer:
-        """Count and tell what a checkpoint shows to be missing, and say what to answer."""
-        for lane, numbers in missing.items():
-            log.error("lane %s: acknowledged, and not here: %s", lane, _ranges((numbers,)))
-            with self._mutex:
-                self.totals.gaps += 1
-            self._metering.taken(gap=True, old=False, overdue=0)
-        return Answer(Ended.PROCESSED, 200, "something is missing" if missing else "all is here")
+    def compared(self, compared: Compared, *, fetches: bool) -> Answer:
+        """Count and tell what a checkpoint shows to be missing, and say what to answer.
+
+        Args:
+            fetches: it is about to be fetched.
+        """
+        for lane, numbers in compared.missing.items():
+            shown = compared.shown.get(lane)
+            if shown is not None:
+                with self._mutex:
+                    self.totals.gaps += 1
+                self._metering.taken(gap=True, old=False, overdue=0)
+            what = "acknowledged, and not here" if shown is not None else "still not here"
+            level = logging.WARNING if fetches or shown is None else logging.ERROR
+            log.log(level, "lane %s: %s: %s", lane, what, _ranges(shown or numbers))
+        told = "something is missing" if compared.missing else "all is here"
+        return Answer(Ended.COMPARED, 200, told)
 
     def failed(self, error: Exception, message_id: str) -> Answer:
         """What to answer when nothing was committed, by what went wrong."""
@@ -279,6 +288,35 @@ class Rules:
                 log.exception("telling of delivery %s failed", message.delivery_id)
 
 
+def choice(gaps: Gaps | str) -> Gaps:
+    """What becomes of gaps, by its member or value.
+
+    Raises:
+        UsageError: there is no such choice.
+    """
+    try:
+        return Gaps(gaps)
+    except ValueError:
+        known = ", ".join(Gaps)
+        raise UsageError(f"gaps: must be one of {known}, not {gaps!r}") from None
+
+
+def tell_caught_up(done: CaughtUp) -> CaughtUp:
+    """Say what was fetched, if it was anything."""
+    if done.fetched or done.gone or done.failed is not None:
+        gone = f"; given up, refused or not kept any more: {_ranges(done.gone)}"
+        failed = f"; number {done.failed} could not be processed"
+        log.log(
+            logging.INFO if done.failed is None else logging.WARNING,
+            "lane %s: caught up with %d deliveries%s%s",
+            done.lane,
+            done.fetched,
+            gone if done.gone else "",
+            failed if done.failed is not None else "",
+        )
+    return done
+
+
 def logged(verified: Verified, answer: Answer) -> dict[str, Any]:
     """What is written down of a request.
 
@@ -306,7 +344,7 @@ def _type(verified: Verified) -> str | None:
 def _log(message: Message, taken: Taken) -> None:
     seen = taken.observation
     if taken.overdue:
-        log.error("lane %s: numbers %s are missing", message.lane, _ranges(taken.overdue))
+        log.error("lane %s: missing for too long: %s", message.lane, _ranges(taken.overdue))
     elif seen is not None and seen.missing:
         log.warning(
             "lane %s: number %d came before %s",

@@ -46,6 +46,8 @@ class Ended(StrEnum):
     """A handler will never process it."""
     FAILED = "failed"
     """A handler failed."""
+    COMPARED = "compared"
+    """A checkpoint: what is missing is known now."""
     PUT_OFF = "put_off"
     """The sender was asked to come back later."""
 

@@ -75,7 +75,7 @@ class Verifier:
         tolerance_s: float = TOLERANCE_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        texts = [secrets] if isinstance(secrets, str) else secrets
+        texts = [secrets] if isinstance(secrets, str) else list(secrets or ())
         self._keys = tuple(parse_key(text.strip()) for text in texts)
         if not self._keys:
             raise UsageError("secret: at least one is needed to verify a signature")

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.checkpoints")
 
-SENDING_MAX = 100
+SENDING_MAX = 16
+"""At a time, so that a few receivers that never answer leave the others their turn."""
+FULL_S = 0.1
+"""Until the next look if there was no room for somebody, or he has not answered yet."""
+TIMEOUT_S = 10.0
 
 
 class Checkpoints:
@@ -53,37 +57,41 @@ class Checkpoints:
         self._sending: set[UUID] = set()
         # Those that did not take the last one.
         self._refusing: set[UUID] = set()
-        self._queue: asyncio.Queue[tuple[Endpoint, Request]] = asyncio.Queue(SENDING_MAX)
-
-    @property
-    def look_at(self) -> float:
+        # Never longer than `_sending`.
+        self._queue: asyncio.Queue[tuple[Endpoint, Request]] = asyncio.Queue()
+        self.look_at = inf
         """When to call `look`, by the loop's clock, if nothing changes."""
-        return min((at for at, _ in self._due.values()), default=inf)
 
     async def look(self, owned: Collection[OwnedEndpoint]) -> None:
         """Have sent what is due to these endpoints; asyncpg's errors pass through."""
         clock = asyncio.get_running_loop().time()
-        due = []
-        wanted = {}
-        for each in owned:
-            endpoint, every_s = each.endpoint, each.endpoint.checkpoint_every_s
-            if every_s is None or not _may_be_told(each):
+        known, self._due = self._due, {}
+        endpoints = {each.endpoint.id: each.endpoint for each in owned if _may_be_told(each)}
+        for endpoint_id, endpoint in endpoints.items():
+            every_s = endpoint.checkpoint_every_s
+            if every_s is None:
                 continue
             # Not all of them at once, when they have just been taken over.
-            first = (clock + every_s * (endpoint.id.int % 997) / 997, every_s)
-            known = self._due.get(endpoint.id, first)
-            wanted[endpoint.id] = known if known[1] == every_s else first
-            if wanted[endpoint.id][0] <= clock:
-                wanted[endpoint.id] = (clock + every_s, every_s)
-                if endpoint.id not in self._sending and len(self._sending) < SENDING_MAX:
-                    due.append(endpoint)
-        self._due = wanted
+            first = (clock + every_s * (endpoint_id.int % 997) / 997, every_s)
+            at, before_s = known.get(endpoint_id, first)
+            self._due[endpoint_id] = (at, every_s) if before_s == every_s else first
+        self._refusing &= self._due.keys()
+        # Who has waited longest comes first; who has not answered yet waits for the next.
+        late = sorted((at, i) for i, (at, _) in self._due.items() if at <= clock)
+        due = [i for _, i in late if i not in self._sending][: SENDING_MAX - len(self._sending)]
+        for endpoint_id in due:
+            every_s = self._due[endpoint_id][1]
+            self._due[endpoint_id] = (clock + every_s, every_s)
+        next_at = min((at for at, _ in self._due.values()), default=inf)
+        self.look_at = max(next_at, clock + FULL_S)
         if due:
-            found = await self._store.marks([endpoint.id for endpoint in due])
-            for endpoint in due:
-                if marks := found[endpoint.id]:
-                    self._sending.add(endpoint.id)
+            self._sending.update(due)
+            for endpoint_id, marks in (await self._store.marks(due)).items():
+                endpoint = endpoints[endpoint_id]
+                if marks:
                     self._queue.put_nowait((endpoint, self._request(endpoint, marks)))
+                else:
+                    self._sending.discard(endpoint_id)
 
     async def run(self) -> None:
         """Send until cancelled."""
@@ -118,7 +126,7 @@ class Checkpoints:
             headers=prepared.attempt(1, int(now), endpoint.secrets_at(now)),
             body=prepared.body,
             connect_timeout_s=endpoint.connect_timeout_s,
-            total_timeout_s=endpoint.total_timeout_s,
+            total_timeout_s=min(endpoint.total_timeout_s, TIMEOUT_S),
             method=endpoint.method,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.checkpoint import LANES_MAX, Mark
+from outbox.core.checkpoint import GIVEN_UP_MAX, LANES_MAX, Mark
 from outbox.core.identity import lane_name
 
 if TYPE_CHECKING:
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 # The newest lanes of each endpoint, ended ones as well: what was lost at their end is not
 # shown by anything else.  Behind the last number written down are those that were
-# acknowledged since then, one after the other.
+# acknowledged since then, one after the other.  And the numbers that were given up last.
 READ_MARKS = f"""
 SELECT l.endpoint_id, l.generation, l.slot,
        greatest(p.delivered_seq, (
            SELECT a.seq FROM attempt a
             WHERE a.lane_id = l.id AND a.batch >= p.floor_batch AND a.seq > p.acked_seq
               AND a.outcome = 'delivered'
-            ORDER BY a.batch DESC, a.seq DESC LIMIT 1)) AS sequence
+            ORDER BY a.batch DESC, a.seq DESC LIMIT 1)) AS sequence,
+       g.seqs, g.to_seqs
   FROM unnest($1::uuid[]) AS wanted(id)
  CROSS JOIN LATERAL (
        SELECT id, endpoint_id, generation, slot FROM lane WHERE endpoint_id = wanted.id
@@ -30,6 +31,10 @@ SELECT l.endpoint_id, l.generation, l.slot,
  CROSS JOIN LATERAL (
        SELECT acked_seq, delivered_seq, floor_batch FROM lane_progress
         WHERE lane_id = l.id LIMIT 1) p
+ CROSS JOIN LATERAL (
+       SELECT array_agg(seq) AS seqs, array_agg(to_seq) AS to_seqs
+         FROM (SELECT seq, to_seq FROM dead_letter WHERE lane_id = l.id
+                ORDER BY seq DESC LIMIT {GIVEN_UP_MAX}) x) g
 """  # noqa: S608 (a constant only)
 
 
@@ -45,6 +50,9 @@ class CheckpointStore:
         for row in await self._db.fetch(READ_MARKS, list(endpoint_ids)):
             if row["sequence"]:
                 name = lane_name(row["endpoint_id"], row["generation"], row["slot"])
-                mark = Mark(name, row["generation"], row["sequence"])
+                last = row["sequence"]
+                letters = zip(row["seqs"] or (), row["to_seqs"] or (), strict=True)
+                given_up = tuple(sorted(each for each in letters if each[1] < last))
+                mark = Mark(name, row["generation"], last, given_up)
                 found[row["endpoint_id"]].append(mark)
         return found

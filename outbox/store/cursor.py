@@ -90,13 +90,13 @@ GIVEN_BYTES_MAX = 32 << 10
 WRITE_BATCH = f"""
 WITH held AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $12 AND version = $15 AND ($22::bigint IS NULL OR server_timeline() = $22)
+     WHERE writer = $12 AND version = $15 AND ($23::bigint IS NULL OR server_timeline() = $23)
        AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer,
                        committed_after)
-    SELECT $1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12, $21 FROM held),
+    SELECT $1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12, $22 FROM held),
 risen AS MATERIALIZED (
     SELECT n.lane_id, n.last_seq, n.last_seq - g.numbers AS was
       FROM held, unnest($7::bigint[], $8::bigint[]) AS n(lane_id, last_seq)
@@ -106,11 +106,13 @@ counted AS MATERIALIZED (
     SELECT count_on(lane_id, was, last_seq) FROM risen),
 given AS (
     INSERT INTO delivery (lane_id, batch, seq, outbox_id, replay_id, replay_seq, backfill_id,
-                          copy_id)
-    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq, d.backfill_id, d.copy_id
+                          copy_id, was_backfill_id)
+    SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq, d.backfill_id, d.copy_id,
+           d.was_backfill_id
       FROM held, unnest($9::bigint[], $10::bigint[], $11::bigint[], $13::bigint[], $14::bigint[],
-                        $19::bigint[], $20::bigint[])
-           AS d(lane_id, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id)
+                        $19::bigint[], $20::bigint[], $21::bigint[])
+           AS d(lane_id, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id,
+                was_backfill_id)
     RETURNING lane_id, batch, seq, outbox_id),
 awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM held WHERE $16),
 told AS MATERIALIZED (
@@ -118,7 +120,8 @@ told AS MATERIALIZED (
      WHERE $18::text IS NOT NULL AND cardinality($9::bigint[]) > 0
        AND EXISTS (SELECT FROM replica WHERE id <> $12))
 SELECT lane_id, batch, seq, outbox_id, {EVENT}, NULL::bigint AS was_seq,
-       NULL::bigint AS backfill_id, $21::timestamptz AS committed_after,
+       NULL::bigint AS backfill_id, false AS is_copy,
+       NULL::bigint AS was_backfill_id, $22::timestamptz AS committed_after,
        (SELECT count(*) FROM awake) + (SELECT count(*) FROM told)
            + (SELECT count(*) FROM counted) AS done
   FROM held
@@ -332,6 +335,7 @@ class CursorStore:
             tell,
             deliveries.backfill_ids,
             deliveries.copy_ids,
+            deliveries.was_backfill_ids,
             committed_after,
             self._timeline,
         )

@@ -74,9 +74,12 @@ EVENT = """event_id, tenant, type, key, payload::text AS payload, headers::text 
 # LIMIT 1 keeps the events to a look by id: a join would hash the whole outbox.
 # Large payloads come in smaller helpings, measured as they are stored.
 READ_DELIVERIES = f"""
-SELECT lane_id, batch, seq, outbox_id, backfill_id, committed_after, {EVENT},
+SELECT lane_id, batch, seq, outbox_id, backfill_id, is_copy, was_backfill_id,
+       committed_after, {EVENT},
        was_endpoint_id, was_generation, was_slot, was_seq
   FROM (SELECT lane.id AS lane_id, d.batch, d.seq, d.outbox_id, d.backfill_id,
+               d.was_backfill_id, d.backfill_id IS NOT NULL AND EXISTS (
+                   SELECT FROM replay_job WHERE id = d.backfill_id AND kind = 'lane') AS is_copy,
                coalesce(o.event_id, x.event_id) AS event_id,
                coalesce(o.tenant, x.tenant) AS tenant,
                coalesce(o.type, x.type) AS type,
@@ -93,7 +96,8 @@ SELECT lane_id, batch, seq, outbox_id, backfill_id, committed_after, {EVENT},
           FROM unnest($1::bigint[], $2::bigint[], $3::bigint[])
                AS lane(id, floor_batch, after_seq)
          CROSS JOIN LATERAL (
-               SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id
+               SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id,
+                      was_backfill_id
                  FROM delivery
                 WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.after_seq
                 ORDER BY batch, seq LIMIT $4) d
@@ -317,5 +321,7 @@ def delivery_of(lane: Named, row: Any) -> Delivery:
         headers=None if row["headers"] is None else row["headers"].encode(),
         replay_of=replay_of,
         backfill_id=row["backfill_id"],
+        is_copy=row["is_copy"],
+        was_backfill_id=row["was_backfill_id"],
         committed_after=row["committed_after"],
     )

@@ -61,7 +61,7 @@ SELECT coalesce(pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::r
 """
 # And of those that are candidates, the backfills: each has X-Deliveries of its own.
 READ_BACKFILLS = """
-SELECT DISTINCT outbox_id, backfill_id FROM delivery
+SELECT DISTINCT outbox_id, backfill_id, was_backfill_id FROM delivery
  WHERE outbox_id = ANY ($1) AND backfill_id IS NOT NULL
    AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL)
 """
@@ -174,16 +174,17 @@ async def _by_delivery_id(connection: Connection[Any], asked: UUID) -> tuple[int
         outbox_id = outbox_id_of(asked, row["id"])
         if outbox_id is not None and outbox_id <= last_id:
             candidates.setdefault(outbox_id, []).append(row["id"])
-    backfills: dict[int, list[int | None]] = {}
+    backfills: dict[int, list[tuple[int | None, int | None]]] = {}
     for row in await connection.fetch(READ_BACKFILLS, list(candidates)):
-        backfills.setdefault(row["outbox_id"], [None]).append(row["backfill_id"])
+        which = row["backfill_id"], row["was_backfill_id"]
+        backfills.setdefault(row["outbox_id"], [(None, None)]).append(which)
     return tuple(
         row["id"]
         for row in await connection.fetch(READ_EVENT_IDS, list(candidates))
         if any(
-            delivery_id(endpoint_id, row["id"], row["event_id"], backfill_id) == asked
+            delivery_id(endpoint_id, row["id"], row["event_id"], *which) == asked
             for endpoint_id in candidates[row["id"]]
-            for backfill_id in backfills.get(row["id"], [None])
+            for which in backfills.get(row["id"], [(None, None)])
         )
     )
 

@@ -15,6 +15,7 @@ from outbox.core.periods import WIDTH
 from outbox.errors import Conflict
 from outbox.store import fetching
 from outbox.store.changes import change, write_journal
+from outbox.store.connect import map_errors
 from outbox.store.fetching import FIND_BATCH
 from outbox.store.replays import ADD_JOB, ADD_PARTS
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.store.fetch_tokens import Fetcher
+    from outbox.store.fetching import Lane
 
 READ_STATE = "SELECT state FROM endpoint WHERE id = $1"
 
@@ -60,51 +62,66 @@ class Resending:
     lane: str
     job: int | None
     """That tells how far it is; None: there is nothing behind the number."""
-    from_sequence: int
-    """The first one that is still kept."""
-    to_sequence: int
+    from_sequence: int | None
+    """The first one that the log still has."""
+    to_sequence: int | None
     """What is higher is on its way anyway."""
+    acknowledged: int
+    """Up to here the lane's numbers were delivered or given up."""
 
 
 async def ask(
-    connection: Connection[Any], schema: str, fetcher: Fetcher, lane_name: str, after: int
+    connection: Connection[Any],
+    schema: str,
+    fetcher: Fetcher,
+    lane_name: str,
+    after: int,
+    to: int | None = None,
 ) -> Resending:
     """Have it sent again, once; the receiver of the lane's endpoint is who asks.
+
+    Args:
+        after, to: numbers of the lane, behind the one and up to the other.
 
     Raises:
         NotFound: the endpoint has no such lane.
         Conflict: that is being done already, or the endpoint is disabled.
     """
-    actor = _ACTOR + fetcher.name
-    async with change(connection, schema):
+    with map_errors(schema):
         lane = await fetching.lane(connection, schema, fetcher.endpoint_id, lane_name)
-        state = await connection.fetchval(READ_STATE, fetcher.endpoint_id)
-        if state not in ("active", "paused"):
-            raise Conflict(f"the endpoint is {state}, and is sent nothing")
-        running = await connection.fetchval(FIND_RUNNING, fetcher.endpoint_id, lane.id)
-        if running is not None:
-            raise Conflict(f"lane {lane.name} is being sent again already, by job {running}")
-        to_seq = lane.acknowledged
+        await _require_idle(connection, fetcher, lane)
+        last = lane.acknowledged if to is None else min(to, lane.acknowledged)
         batch = await connection.fetchval(FIND_BATCH, lane.id, after + 1)
-        first = await connection.fetchrow(FIND_FIRST, lane.id, batch, after)
-        if first is None or first["seq"] > to_seq:
-            return Resending(lane.name, None, after + 1, max(after, to_seq))
-        job: int = await connection.fetchval(
-            ADD_JOB,
-            "lane",
-            fetcher.name,
-            *(None,) * 6,
-            actor,
-            None,
-            lane.id,
-        )
-        from_seq = first["seq"]
-        await connection.execute(
-            ADD_PARTS, job, [fetcher.endpoint_id], [from_seq], [to_seq], [None], [None]
-        )
-        await connection.execute(
-            ADD_REPLAY, job, fetcher.endpoint_id, from_seq, first["batch"], to_seq
-        )
-        told = {"job": job, "lane": lane.name, "from": from_seq, "to": to_seq}
-        await write_journal(connection, "lane_asked", actor, fetcher.endpoint_id, told)
-    return Resending(lane.name, job, from_seq, to_seq)
+        nothing = Resending(lane.name, None, None, None, lane.acknowledged)
+        if await _first(connection, lane, batch, after, last) is None:
+            return nothing
+    actor = _ACTOR + fetcher.name
+    # Nothing of all that needs to hold up whoever sequences; and it may have changed.
+    async with change(connection, schema):
+        await _require_idle(connection, fetcher, lane)
+        first = await _first(connection, lane, batch, after, last)
+        if first is None:
+            return nothing
+        told = (actor, None, lane.id)
+        job: int = await connection.fetchval(ADD_JOB, "lane", fetcher.name, *(None,) * 6, *told)
+        endpoint_id, seq = fetcher.endpoint_id, first["seq"]
+        await connection.execute(ADD_PARTS, job, [endpoint_id], [seq], [last], [None], [None])
+        await connection.execute(ADD_REPLAY, job, endpoint_id, seq, first["batch"], last)
+        data = {"job": job, "lane": lane.name, "from": seq, "to": last}
+        await write_journal(connection, "lane_asked", actor, endpoint_id, data)
+    return Resending(lane.name, job, seq, last, lane.acknowledged)
+
+
+async def _require_idle(connection: Connection[Any], fetcher: Fetcher, lane: Lane) -> None:
+    state = await connection.fetchval(READ_STATE, fetcher.endpoint_id)
+    if state not in ("active", "paused"):
+        raise Conflict(f"the endpoint is {state}, and is sent nothing")
+    running = await connection.fetchval(FIND_RUNNING, fetcher.endpoint_id, lane.id)
+    if running is not None:
+        raise Conflict(f"lane {lane.name} is being sent again already, by job {running}")
+
+
+async def _first(connection: Connection[Any], lane: Lane, batch: int, after: int, last: int) -> Any:
+    """The first number behind one and up to another, with its batch; None: there is none."""
+    row = await connection.fetchrow(FIND_FIRST, lane.id, batch, after)
+    return row if row is not None and row["seq"] <= last else None

@@ -224,6 +224,23 @@ deleted AS (
 SELECT count(*) FROM deleted
 """  # noqa: S608 (constants only)
 
+# What receivers asked for again, when the log has nothing of it any more: they may ask as
+# often as they like.
+DELETE_RESENT = f"""
+WITH old AS MATERIALIZED (
+    SELECT p.job_id FROM replay_part p JOIN replay_job j ON j.id = p.job_id AND j.kind = 'lane'
+     WHERE p.ended_at < clock_timestamp() - make_interval(secs => $1)
+       AND coalesce(p.batch, 0) < (SELECT min(number) * {WIDTH} FROM period
+                                    WHERE kind = 'log' AND dropped_at IS NULL)
+       AND NOT EXISTS (SELECT FROM dead_letter d WHERE d.backfill_id = p.job_id)
+     LIMIT {STEP} FOR UPDATE OF j SKIP LOCKED),
+numbers AS (DELETE FROM replay WHERE job_id = ANY(ARRAY(SELECT job_id FROM old))),
+parts AS (DELETE FROM replay_part WHERE job_id = ANY(ARRAY(SELECT job_id FROM old))),
+deleted AS (
+    DELETE FROM replay_job WHERE id = ANY(ARRAY(SELECT job_id FROM old)) RETURNING id)
+SELECT count(*) FROM deleted
+"""  # noqa: S608 (constants only)
+
 # Once keys that anybody may claim anew, kept for a while to be looked up.
 DELETE_ONCE = f"""
 WITH deleted AS (
@@ -272,6 +289,7 @@ class RetentionStore:
         gone = await sweep(self._db, ERASED_WITHIN_S)
         for delete, keep_s in (
             (DELETE_DEAD, self._keep.dead_letters_s),
+            (DELETE_RESENT, self._keep.log_s),
             (DELETE_ONCE, self._keep.events_s),
         ):
             deleted = STEP

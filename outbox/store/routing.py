@@ -28,17 +28,23 @@ SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants, s.filter,
  WHERE s.to_batch IS NULL
 """
 
-RESENT_SEEN_MAX = 200
-"""Numbers of a lane that are looked at in one batch: some are passed over."""
+RESENT_SPARE = 20
+"""Numbers of a lane that are looked at beyond those that may be taken: some are passed over."""
 
 # Whether a delivery `{d}` of the lane `{lane}` is to be sent again when its receiver asks
-# for what it got: if it was not given up, which is an operator's to decide about, is not
-# itself sent again because of such a wish, and has an event still.
+# for what it got from the number `{first}` on: if it was not given up, which is an
+# operator's to decide about, and is not itself a copy, made because of such a wish, of one
+# that is sent again anyway.
 RESENT = """
-    (NOT EXISTS (SELECT FROM replay_job j WHERE j.id = {d}.backfill_id AND j.kind = 'lane')
+    (NOT EXISTS (SELECT FROM replay_job j
+                  WHERE j.id = {d}.backfill_id AND j.kind = 'lane' AND j.lane_id = {lane}
+                    AND {d}.replay_seq >= {first})
      AND coalesce((SELECT x.to_seq FROM dead_letter x
                     WHERE x.lane_id = {lane} AND x.seq <= {d}.seq
                     ORDER BY x.seq DESC LIMIT 1), 0) < {d}.seq)
+"""
+_IS_COPY = """
+    EXISTS (SELECT FROM replay_job j WHERE j.id = n.backfill_id AND j.kind = 'lane')
 """
 
 # The next numbers of the replays that are waiting, of each of some parts of jobs the
@@ -48,7 +54,7 @@ RESENT = """
 # the last batch ended.  One letter has its own copy of the event; of a range only the
 # deliveries are left, whose events tell the key, or the letters that they came of, when
 # a lane gave up what was sent again.  So it is with what a lane delivered, of which some
-# are not wanted; a job has but one of these.  A number whose delivery is gone is
+# are not wanted: a job has but one of these.  A number whose delivery is gone is
 # NULL here, once for its replay, and passed over.  LIMIT 1 keeps it to a look for each
 # replay, and OFFSET 0 to those that wait, whatever the planner knows.
 READ_REPLAYS = f"""
@@ -65,30 +71,36 @@ WITH asked AS MATERIALIZED (
                   AND next_seq <= to_seq OFFSET 0) waiting
             ORDER BY id LIMIT part.most) r
      CROSS JOIN LATERAL (
-           SELECT j.lane_id AS resent_id, coalesce(j.lane_id, d.lane_id) AS lane_id,
-                  d.outbox_id, d.key, d.backfill_id, e.generation, e.lanes
+           SELECT j.lane_id AS resent_id, coalesce(j.lane_id, d.lane_id) AS lane_id, p.first_id,
+                  d.outbox_id, d.key, d.backfill_id, d.batch, d.seq, e.generation, e.lanes
              FROM replay_job j
+             JOIN replay_part p ON p.job_id = j.id AND p.endpoint_id = part.endpoint_id
              JOIN endpoint e ON e.id = part.endpoint_id AND e.state IN ('active', 'paused')
              LEFT JOIN dead_letter d ON d.id = r.dead_id
             WHERE j.id = part.job_id LIMIT 1) x),
 taking AS (
     SELECT *, least(to_seq - next_seq + 1,
                     CASE WHEN resent_id IS NULL THEN most - before
-                         ELSE {RESENT_SEEN_MAX} END)::bigint AS numbers
+                         ELSE most + {RESENT_SPARE} END)::bigint AS numbers
       FROM asked WHERE before < most)
 SELECT t.job_id, t.endpoint_id, t.id, t.next_seq, t.next_batch, t.numbers, l.id AS lane_id,
-       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id, d.wanted
+       d.seq, d.batch, d.outbox_id, d.backfill_id, d.copy_id, d.was_backfill_id, d.wanted
   FROM taking t
   LEFT JOIN LATERAL (
        SELECT t.next_seq AS seq, t.next_batch AS batch, t.outbox_id, t.key, t.backfill_id,
-              t.dead_id AS copy_id, true AS wanted
+              t.dead_id AS copy_id, true AS wanted,
+              (SELECT was_backfill_id FROM delivery
+                WHERE lane_id = t.lane_id AND batch = t.batch AND seq = t.seq) AS was_backfill_id
         WHERE t.outbox_id IS NOT NULL
         UNION ALL
        SELECT n.seq, n.batch, n.outbox_id, coalesce(o.key, c.key),
               CASE WHEN t.resent_id IS NULL THEN n.backfill_id ELSE t.job_id END, n.copy_id,
               t.resent_id IS NULL OR coalesce(o.is_there, c.is_there, false)
-              AND {RESENT.format(d="n", lane="t.lane_id")}
-         FROM (SELECT seq, batch, outbox_id, backfill_id, copy_id FROM delivery
+              AND {RESENT.format(d="n", lane="t.lane_id", first="t.first_id")},
+              CASE WHEN t.resent_id IS NULL OR {_IS_COPY} THEN n.was_backfill_id
+                   ELSE n.backfill_id END
+         FROM (SELECT seq, batch, outbox_id, backfill_id, copy_id, replay_seq, was_backfill_id
+                 FROM delivery
                 WHERE t.outbox_id IS NULL AND lane_id = t.lane_id
                   AND batch >= t.next_batch AND seq >= t.next_seq
                 ORDER BY batch, seq LIMIT t.numbers) n
@@ -180,7 +192,15 @@ def _helping(rows: list[Any], left: int) -> tuple[Helping | None, int]:
         first["job_id"],
         first["endpoint_id"],
         tuple(
-            Replay(r["lane_id"], r["outbox_id"], r["id"], r["seq"], r["backfill_id"], r["copy_id"])
+            Replay(
+                r["lane_id"],
+                r["outbox_id"],
+                r["id"],
+                r["seq"],
+                r["backfill_id"],
+                r["copy_id"],
+                r["was_backfill_id"],
+            )
             for r in taken
         ),
         next_seq=next_seq,

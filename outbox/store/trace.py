@@ -85,12 +85,13 @@ READ_DELIVERIES = """
 WITH given AS MATERIALIZED (
     SELECT d.* FROM batch b CROSS JOIN LATERAL unnest(b.lanes) AS lane(id)
      CROSS JOIN LATERAL (
-           SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id FROM delivery
+           SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id, was_backfill_id
+             FROM delivery
             WHERE lane_id = lane.id AND batch = b.batch AND outbox_id = $1
               AND replay_id IS NULL AND backfill_id IS NULL OFFSET 0) d
      WHERE b.batch = $2
      UNION ALL
-    SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id FROM delivery
+    SELECT lane_id, batch, seq, replay_id, replay_seq, backfill_id, was_backfill_id FROM delivery
      WHERE outbox_id = $1 AND (replay_id IS NOT NULL OR backfill_id IS NOT NULL))
 SELECT g.*, l.endpoint_id, l.generation, l.slot, e.name AS endpoint, b.at AS numbered_at,
        was.endpoint_id AS was_endpoint_id, was.generation AS was_generation,
@@ -255,7 +256,11 @@ async def _deliveries(
             lane=_lane(row),
             sequence=row["seq"],
             delivery_id=delivery_id(
-                row["endpoint_id"], event.outbox_id, event.event_id, row["backfill_id"]
+                row["endpoint_id"],
+                event.outbox_id,
+                event.event_id,
+                row["backfill_id"],
+                row["was_backfill_id"],
             ),
             numbered_at=row["numbered_at"],
             replay_of=_replay_of(row),

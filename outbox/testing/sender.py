@@ -143,7 +143,13 @@ class FakeSender:
         ]
         return [
             self._append(
-                replace(each, replay_of=(lane, each.seq), backfill_id=JOBS_FROM + self._jobs),
+                replace(
+                    each,
+                    replay_of=(lane, each.seq),
+                    backfill_id=JOBS_FROM + self._jobs,
+                    is_copy=True,
+                    was_backfill_id=each.backfill_id,
+                ),
                 is_sent_again=True,
             )
             for each in found

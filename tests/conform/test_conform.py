@@ -143,7 +143,16 @@ async def test_without_a_mistake_there_is_little_to_complain_of() -> None:
     careless = Careless()
     failed = {k: v for k, v in (await grades_of(careless.answer, careless.processed)).items() if v}
     # It knows no checkpoints, and need not.
-    assert set(failed) <= {"far too large", "a checkpoint", "a checkpoint shows a lost end"}
+    assert set(failed) <= {"far too large", "a checkpoint", "a checkpoint before what it names"}
+
+
+@pytest.mark.parametrize(("status", "says"), [(404, "is the path right"), (401, "is the secret")])
+async def test_who_knows_neither_path_nor_secret_is_not_graded(status: int, says: str) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    with pytest.raises(CannotRun, match=f"answers {status} to a delivery: {says}"):
+        await grades_of(answer, [])
 
 
 async def test_who_does_not_answer_cannot_be_graded() -> None:

@@ -254,7 +254,14 @@ def test_replays_come_at_the_end_of_their_lane(
     router = Router(made)
     batch = [event for part in read for event in part]
     replays = [
-        Replay(id=500 + n, lane_id=10 * slot, outbox_id=n, seq=70 + n, copy_id=n % 2 or None)
+        Replay(
+            id=500 + n,
+            lane_id=10 * slot,
+            outbox_id=n,
+            seq=70 + n,
+            copy_id=n % 2 or None,
+            was_backfill_id=n,
+        )
         for n, slot in enumerate(slots)
     ]
     counters = dict.fromkeys(router.lanes_of(batch) | {r.lane_id for r in replays}, 7)
@@ -263,6 +270,7 @@ def test_replays_come_at_the_end_of_their_lane(
     assert out.replay_ids == [None] * fresh + [r.id for r in replays]
     assert out.replay_seqs == [None] * fresh + [r.seq for r in replays]
     assert out.copy_ids == [None] * fresh + [r.copy_id for r in replays]
+    assert out.was_backfill_ids == [None] * fresh + [r.was_backfill_id for r in replays]
     assert out.lane_ids[fresh:] == [r.lane_id for r in replays]
     assert out.outbox_ids[fresh:] == [r.outbox_id for r in replays]
     for lane in counters:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import pytest
 
 from outbox.core.answer import Answer
-from outbox.core.checkpoint import parse
+from outbox.core.checkpoint import Mark, parse
+from outbox.core.health import State
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Request, verify
+from outbox.relay.checkpoints import SENDING_MAX, Checkpoints
 from outbox.store import endpoint_changes, endpoint_states
 from tests.integration.test_catching_up import Wire, fetchable
 from tests.support import ranges
@@ -102,13 +107,83 @@ async def test_nobody_is_told_who_did_not_ask_or_is_to_be_left_alone(
         await endpoint_changes.update(db, "relay", "b", without_checkpoints, actor="test")
         await until(lambda: "endpoint is paused" in capsys.readouterr().out, 20, "the pause")
         network.checkpoints.clear()
-        await until(lambda: network.told(c) == 3, 20, "three more")
+        await until(lambda: network.told(c) >= 3, 20, "three more")
     # One may have been on its way.
     assert network.told(a) + network.told(b) + network.told(never) <= 1
 
 
 def without_checkpoints(settings: Any) -> Any:
     return replace(settings, checkpoint_every_s=None)
+
+
+async def test_numbers_that_were_given_up_are_named(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database, checkpoint_every_s=1.0)
+    network = Told(lambda sent: REFUSED if sent.seq in (2, 3, 6) else OK)
+    async with running(database, network):
+        await publish(database, *range(1, 7), key="k")
+        await all_ended(database)
+        await until(lambda: network.last() == {"1-0": 5}, 20, "a checkpoint")
+    (mark,) = parse(network.checkpoints[-1].body) or ()
+    assert mark == Mark(f"{made.id.hex[:12]}-1-0", 1, 5, ((2, 2), (3, 3)))
+
+
+async def test_many_that_are_due_at_once_have_their_turn_one_after_the_other() -> None:
+    """More of them than are sent at a time, of which some never answer."""
+    owned = [wanting(n) for n in range(150)]
+    answered: list[str] = []
+    stuck = {f"https://{n}.example/" for n in range(8)}
+    at_once = most = 0
+
+    class Slow(Network):
+        async def send(self, request: Any) -> Answer:
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            try:
+                await asyncio.sleep(1e9 if request.url in stuck else 0)
+            finally:
+                at_once -= 1
+            answered.append(request.url)
+            return Answer.of(200, 0.001)
+
+    class Store:
+        async def marks(self, ids: Any) -> dict[Any, list[Mark]]:
+            return {i: [Mark("a-1-0", 1, 1)] for i in ids}
+
+    sender = Checkpoints(Store(), Slow(), lambda: 0.0)  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(sender.run())
+        await sender.look(owned)
+        # As if nobody had looked for a long time: all of them are due.
+        sender._due = {each.endpoint.id: (0.0, 1e6) for each in owned}
+        for _ in range(100):
+            await sender.look(owned)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert sender.look_at < asyncio.get_running_loop().time() + 2e6
+        sending.cancel()
+    assert len(answered) == len(set(answered)) == 142
+    assert most == SENDING_MAX
+
+
+def wanting(n: int) -> Any:
+    endpoint = SimpleNamespace(
+        id=UUID(int=n),
+        name=str(n),
+        url=f"https://{n}.example/",
+        method="POST",
+        headers=(),
+        state="active",
+        usable=True,
+        checkpoint_every_s=1e6,
+        connect_timeout_s=5.0,
+        total_timeout_s=15.0,
+        secrets_at=lambda _: [bytes(32)],
+    )
+    health = SimpleNamespace(state=State.HEALTHY)
+    return SimpleNamespace(endpoint=endpoint, stopped=False, health=health)
 
 
 async def test_one_that_is_not_taken_is_said_once_and_harms_nobody(
@@ -119,11 +194,12 @@ async def test_one_that_is_not_taken_is_said_once_and_harms_nobody(
     network.status = 500
     async with running(database, network):
         await publish(database, 1)
-        await until(lambda: len(network.checkpoints) == 2, 20, "two of them")
+        await until(lambda: len(network.checkpoints) >= 2, 20, "two of them")
         await publish(database, 2)
         await all_ended(database)
         network.status = 200
-        await until(lambda: len(network.checkpoints) == 4, 20, "two more")
+        before = len(network.checkpoints)
+        await until(lambda: len(network.checkpoints) >= before + 2, 20, "two more")
     assert network.data() == [1, 2]
     said = capsys.readouterr().out
     assert said.count("a checkpoint was not taken") == 1
@@ -153,12 +229,13 @@ async def test_a_lost_tail_shows_and_is_fetched_if_that_is_wanted(
 
         wire = Losing(receiver)
         wire.lost = {3, 4}
-        with caplog.at_level(logging.ERROR, "outbox.receiver"):
+        with caplog.at_level(logging.WARNING, "outbox.receiver"):
             async with running(database, wire):
                 await publish(database, 1, 2, 3, 4, key="k")
                 await until(lambda: receiver.totals.gaps, 20, "a checkpoint")
                 if gaps is Gaps.TELL:
                     assert came == [1, 2]
                     await receiver.catch_up()
+                await until(lambda: len(came) == 4, 20, "what was lost")
     assert came == [1, 2, 3, 4]
     assert "acknowledged, and not here: 3 to 4" in caplog.text

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.receiver.fetching import CannotFetch, Fetch
+from outbox.receiver.fetching import AlreadyAsked, CannotFetch, Fetch
 from outbox.store import (
+    backfill,
     endpoint_removal,
     endpoint_states,
     fetch_tokens,
@@ -18,6 +20,7 @@ from outbox.store import (
     replays,
     resending,
 )
+from outbox.store.backfill import Backfill
 from outbox.store.fetch_tokens import Fetcher
 from outbox.store.selection import Selection
 from tests.integration.test_catching_up import Ledger, Wire, fetchable
@@ -144,7 +147,48 @@ async def test_what_is_given_up_of_it_can_be_sent_again_in_turn(
     refused, last = network.sent[-2:]
     assert (refused.seq, last.seq, last.body["data"]) == (4, 5, 2)
     assert last.delivery == refused.delivery
+    assert last.body["copy_of"] == refused.body["copy_of"] == network.sent[1].delivery
     assert last.body["replay_of"]["sequence"] == 4
+    assert await exceptions(database) == {}
+
+
+async def test_a_copy_comes_again_if_what_it_is_a_copy_of_does_not(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    network = Network()
+    async with running(database, network):
+        await publish(database, *range(1, 4), key="k")
+        await all_ended(database)
+        for after in (0, 3, 2, 0):
+            await ask(db, made, after)
+            await all_ended(database)
+    asked = [sent.body["replay_of"]["sequence"] for sent in network.sent[3:]]
+    # 4 to 6 are copies of 1 to 3, 7 to 9 of those; then 3 itself, and what it is not of.
+    assert asked == [1, 2, 3, *(4, 5, 6), *(3, 4, 5), *(1, 2, 3)]
+    first = {sent.body["data"]: sent.delivery for sent in network.sent[:3]}
+    for sent in network.sent[3:]:
+        assert sent.body["copy_of"] == first[sent.body["data"]] != sent.delivery
+    assert await exceptions(database) == {}
+
+
+async def test_what_is_sent_again_of_a_backfill_is_a_copy_of_that(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    network = Network()
+    async with running(database, network):
+        await publish(database, 1)
+        await all_ended(database)
+        since = datetime(2020, 1, 1, tzinfo=UTC)
+        await backfill.ask(db, "relay", Backfill("shop", since), actor="test")
+        await all_ended(database)
+        await ask(db, made, 0)
+        await all_ended(database)
+    one, once_more, first, second = network.sent
+    assert len({sent.delivery for sent in network.sent}) == 4
+    assert "copy_of" not in one.body | once_more.body
+    assert (first.body["copy_of"], second.body["copy_of"]) == (one.delivery, once_more.delivery)
     assert await exceptions(database) == {}
 
 
@@ -235,15 +279,20 @@ async def test_it_is_asked_for_once_at_a_time_and_by_whose_it_is(
         with pytest.raises(CannotFetch, match="404, there is no lane"):
             await others.replay_async(lane, 0)
         nothing = await others.replay_async(lane_of(other), 0)
-        assert (nothing.job, nothing.from_sequence, nothing.to_sequence) == (None, 1, 0)
+        assert (nothing.job, nothing.from_sequence, nothing.to_sequence) == (None, None, None)
         async with running(database, Network()):
             await publish(database, 1, 2, 3)
             await all_ended(database)
+            version = "SELECT version FROM cursor"
+            before = await db.fetchval(version)
             nothing = await fetch.replay_async(lane, 3)
-            assert (nothing.job, nothing.from_sequence, nothing.to_sequence) == (None, 4, 3)
+            assert (nothing.job, nothing.from_sequence, nothing.to_sequence) == (None, None, None)
+            # Whoever sequences was not bothered.
+            assert await db.fetchval(version) == before
             await endpoint_states.pause(db, "relay", ["shop"], actor="test")
-            asked = await fetch.replay_async(lane, 0)
-            with pytest.raises(CannotFetch, match=f"409, lane {lane} .* already, by job 1"):
+            asked = await fetch.replay_async(lane, 0, 2)
+            assert (asked.from_sequence, asked.to_sequence, asked.acknowledged) == (1, 2, 3)
+            with pytest.raises(AlreadyAsked, match=f"409, lane {lane} .* already, by job 1"):
                 await fetch.replay_async(lane, 1)
             await endpoint_states.resume(db, "relay", ["shop"], actor="test")
             await all_ended(database)

@@ -432,7 +432,19 @@ async def test_it_stays_while_its_receiver_is_sent_it_again(
             return await keeper.first(kind) > 0
 
         await until(has_gone, 10, "its end")
-    assert network.data() == [*range(6), *range(2, 6)]
+        assert network.data() == [*range(6), *range(2, 6)]
+        if kind == "events":
+            return
+
+        async def is_forgotten() -> bool:
+            await publish(database, "later", key="k")
+            await keeper.tend_for_long()
+            await keeper.retention.clean()
+            return await fetchval(database, "SELECT count(*) FROM replay_job") == 0
+
+        # Nothing is left of the wish when nothing is left of what came of it.
+        await until(is_forgotten, 20, "its end")
+    assert await fetchval(database, "SELECT count(*) FROM replay") == 0
 
 
 @pytest.mark.one_major

@@ -12,7 +12,7 @@ import pytest
 from outbox.core.checkpoint import Mark
 from outbox.core.order import Kind, State
 from outbox.receiver.inbox.inbox import Inbox
-from outbox.receiver.inbox.taking import Outcome
+from outbox.receiver.inbox.taking import Compared, Outcome
 from outbox.receiver.message import Message, parse
 from tests.receiver.connections import OPENERS, AsyncMemory, Opener, SQLAlchemySQLite, SQLite
 from tests.receiver.deliveries import delivery, signed
@@ -105,11 +105,13 @@ async def test_each_event_is_taken_once_whatever_comes(opener: Opener, database:
 
 
 async def test_what_is_sent_again_on_request_is_taken_if_it_was_lost(opener: Opener) -> None:
-    """It has an X-Delivery of its own, so only its number tells what it is a copy of."""
+    """It has an X-Delivery of its own, and says which one it is a copy of."""
 
-    def again(seq: int, of: int, lane: str = "a-1-0") -> Message:
-        event = {"outbox_id": of, "event_id": delivery(of).event_id}
-        return message(seq, replay_of=("a-1-0", of), backfill_id=7, lane=lane, **event)
+    def again(seq: int, of: int, lane: str = "a-1-0", **changes: Any) -> Message:
+        first = delivery(of)
+        event = {"outbox_id": of, "event_id": first.event_id, "is_copy": True}
+        place = {"replay_of": ("a-1-0", of), "lane": lane, "backfill_id": 7}
+        return message(seq, **(event | place | changes))
 
     fresh, twice, conflict = Outcome.FRESH, Outcome.DUPLICATE, Outcome.CONFLICT
     for what, outcome in (
@@ -127,13 +129,19 @@ async def test_what_is_sent_again_on_request_is_taken_if_it_was_lost(opener: Ope
         (again(2, 9, "a-2-0"), fresh),
         (message(9), twice),
         (again(3, 9, "a-2-0"), twice),
+        # Of a lane that nobody knows any more, and asked for twice.
+        (again(4, 30, "a-2-0", replay_of=("a-0-0", 3)), fresh),
+        (again(5, 30, "a-2-0", replay_of=("a-0-0", 3), backfill_id=8), twice),
+        # 10 was processed, but given up, and so is 11 in its place: whose copy is 10's.
+        (message(10, previous=9), fresh),
+        (again(12, 10, replay_of=("a-1-0", 11)), twice),
     ):
         async with opener.transaction() as transaction:
             taken = await transaction.take(what)
         assert taken.outcome is outcome, what
     async with opener.transaction() as transaction:
         lane = (await transaction.call("lanes"))["a-1-0"]
-    assert (lane.state.high, lane.state.missing) == (9, ((8, 8),))
+    assert (lane.state.high, lane.state.missing) == (12, ((8, 8),))
 
 
 async def test_a_checkpoint_shows_what_was_lost_at_the_end(opener: Opener) -> None:
@@ -142,23 +150,26 @@ async def test_a_checkpoint_shows_what_was_lost_at_the_end(opener: Opener) -> No
         async with opener.transaction() as transaction:
             await transaction.take(what)
     marks = (
-        Mark("a-1-0", 1, 6),
+        Mark("a-1-0", 1, 6, ((2, 2), (5, 5))),
         Mark("a-1-1", 1, 2),  # It never heard of this one, though it was there.
         Mark("a-2-0", 2, 5),
         Mark("a-2-1", 2, 9),  # Nor of this one, and knows older ones.
         Mark("a-3-0", 3, 0),  # An old checkpoint.
         Mark("a-0-0", 0, 4),  # From before it was there.
     )
-    for missing in ({"a-1-0": (4, 6), "a-1-1": (1, 2), "a-2-1": (1, 9)}, {}):
+    # 2 was lost, and then nobody had it: it is a hole.
+    missing = {"a-1-0": ((4, 4), (6, 6)), "a-1-1": ((1, 2),), "a-2-1": ((1, 9),)}
+    for shown in (missing, {}):
         async with opener.transaction() as transaction:
-            assert await transaction.call("compare", marks) == missing
-    for number in (5, 6, 7):
+            assert await transaction.call("compare", marks) == Compared(shown, missing)
+    for number in (6, 7):
         async with opener.transaction() as transaction:
             taken = await transaction.take(message(number))
             assert (taken.fresh, taken.missing) == (True, ())
     async with opener.transaction() as transaction:
         lanes = await transaction.call("lanes")
-    assert lanes["a-1-0"].state.missing == ((2, 2), (4, 4))
+    assert lanes["a-1-0"].state.missing == ((4, 4),)
+    assert lanes["a-1-0"].state.holes == ((2, 2), (5, 5))
     assert lanes["a-1-1"].state.missing == ((1, 2),)
 
 

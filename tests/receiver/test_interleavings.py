@@ -207,6 +207,7 @@ class World(RuleBasedStateMachine):
             event_id=delivery(each["event"]).event_id,
             replay_of=None if stands_for is None else (LANE, stands_for),
             backfill_id=each.get("job"),
+            is_copy="job" in each,
             payload=b'{"n": %d}' % each["event"],
             published_at=delivery(1).published_at.replace(microsecond=each["event"]),
         )

@@ -18,6 +18,7 @@ from outbox.receiver import (
     Answer,
     AsyncReceiver,
     Busy,
+    Fetch,
     Gaps,
     Inbox,
     MemoryDatabase,
@@ -394,12 +395,12 @@ async def test_what_is_missing_is_told_once_it_is_overdue(
     with caplog.at_level(logging.WARNING, "outbox.receiver"):
         for seq in (1, 4, 5, 6, 7, 8):
             assert (await shop.handle(seq)).status == 200
-    assert [taken.overdue for taken in told] == [(), (), ((2, 2),), ((3, 3),), (), ()]
+    assert [taken.overdue for taken in told] == [(), (), (), ((2, 3),), (), ()]
     assert told[1].observation.missing == ((2, 3),)
     totals = shop.receiver.totals
     assert (totals.gaps, totals.overdue, totals.old) == (1, 2, 0)
     assert "number 4 came before 2 to 3" in caplog.text
-    assert "lane a-1-0: numbers 2 are missing" in caplog.text
+    assert "lane a-1-0: missing for too long: 2 to 3" in caplog.text
     await shop.handle(2)
     assert shop.receiver.totals.old == 1
 
@@ -550,3 +551,41 @@ def test_what_cannot_be_a_receiver_is_said_at_once(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=says):
             make()
+
+
+def test_a_handler_that_nobody_would_await_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Its delivery would be taken, and nothing be done."""
+    receiver = Receiver(TEXT, MemoryDatabase())
+
+    async def take(message: Any, connection: Any) -> None: ...
+
+    for add in (receiver.on("**"), receiver.on_foreign):
+        with pytest.raises(UsageError, match="coroutine function: use AsyncReceiver"):
+            add(take)
+    receiver.on("**")(lambda *arguments: take(*arguments))
+    for _ in range(2):
+        assert receiver.handle(request(1)).status == 500
+    assert "use AsyncReceiver" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"gaps": "hold"}, "in threads nobody can be held"),
+        ({"gaps": "nonsense"}, "gaps: must be one of tell, hold, catch_up, not 'nonsense'"),
+        ({"gaps": Gaps.CATCH_UP}, "fetch: to catch up"),
+        ({"secrets": None}, "at least one is needed"),
+    ],
+)
+def test_what_would_go_wrong_later_is_said_at_once(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Receiver(**{"secrets": TEXT, "database": MemoryDatabase()} | arguments)
+
+
+@pytest.mark.parametrize("token", ["", " \n", None, "obf_x\ny", "obf_\u00e4"])
+def test_a_token_that_cannot_be_one_is_never_shown(token: Any) -> None:
+    with pytest.raises(UsageError, match="the token is none") as said:
+        Fetch("http://127.0.0.1:9", token)
+    assert "obf_" not in str(said.value)
+    # The end of a line, as files have it, is none of it.
+    assert Fetch("http://127.0.0.1:9", "obf_x\n")._headers["Authorization"] == "Bearer obf_x"

@@ -105,17 +105,51 @@ def test_a_checkpoint_shows_a_lost_end(gaps: Gaps, caplog: pytest.LogCaptureFixt
     assert (answer.status, answer.text) == (200, "something is missing")
     assert receiver.totals.gaps == 1
     assert f"lane {sender.lane()}: acknowledged, and not here: 2" in caplog.text
+    levels = {record.levelname for record in caplog.records if "not here" in record.message}
+    assert levels == ({"ERROR"} if gaps is Gaps.TELL else {"WARNING"})
     assert came == ([1] if gaps is Gaps.TELL else [1, 2])
-    # And a relay that cannot be asked is no reason to refuse.
+    # A relay that cannot be asked is no reason to refuse, and is asked again.
     sender.event("a.b", 4)
     lanes = sender._lanes
     request = sender.checkpoint()
     sender._lanes = {}
     assert receiver.handle(request).status == 200
     sender._lanes = lanes
-    receiver.catch_up()
+    assert receiver.handle(request).text == "something is missing"
+    assert receiver.totals.gaps == 2
+    if gaps is Gaps.TELL:
+        receiver.catch_up()
     assert sorted(came) == [1, 2, 4]
+    assert receiver.handle(request).text == "all is here"
     assert verify(request.headers, request.body, sender.secret).checkpoint is not None
+
+
+def test_a_copy_of_what_was_processed_before_a_replay_is_not_processed_again() -> None:
+    """Its answer was lost, so the sender gave it up, and an operator sent it again."""
+    sender = FakeSender()
+    database = MemoryDatabase()
+    receiver = Receiver(sender.secret, database)
+    came: list[int] = []
+
+    @receiver.on("a.b")
+    def take(message: Message, _: object) -> None:
+        came.append(message.data)
+
+    one = sender.event("a.b", 1)
+    assert receiver.handle(one).status == 200
+    sender.give_up(one)
+    sender.replay(one)  # Somebody acknowledges this, and then there is only a backup.
+    (again,) = sender.send_again(sender.lane(), 0)
+    assert receiver.handle(again).status == 200
+    assert came == [1]
+    # The other way round: the copy is processed, and then the first one comes after all.
+    two = sender.event("a.b", 2)
+    sender.give_up(two)
+    sender.replay(two)
+    *_, again = sender.send_again(sender.lane(), 3)
+    for request in (again, two):
+        assert receiver.handle(request).status == 200
+    assert came == [1, 2]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_refused() -> None:
@@ -125,7 +159,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused() -> None:
     answer = receiver.handle(Request("POST", sign(sender.secret, "msg_1", body), body))
     assert (answer.status, answer.text) == (
         400,
-        "a lane of the checkpoint has no name, generation and number",
+        "a lane of the checkpoint has no name, generation and numbers",
     )
 
 

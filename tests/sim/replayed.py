@@ -89,15 +89,28 @@ class Replayed:
             raise Violation("replay", f"{where} was {was}")
         if each.backfill_id != replay["job_id"]:
             raise Violation("replay", f"{where} would be dropped as a duplicate")
-        if not self._is_wanted(lane_id, was):
-            raise Violation("replay", f"{where} was given up, or a copy: {was}")
+        first = self._db.replay_part.rows[replay["job_id"], replay["endpoint_id"]]["first_id"]
+        if not self._is_wanted(lane_id, first, was):
+            raise Violation("replay", f"{where} was given up, or is a copy of another: {was}")
+        is_copy = self._made_by(was, "lane")
+        if each.was_backfill_id != (was.was_backfill_id if is_copy else was.backfill_id):
+            raise Violation("replay", f"{where} would be taken for another one: {was}")
         self._once(self._numbers, each.replay_id or 0, each.replay_seq, where)
         self._in_order("replay", each.replay_id or 0, book.id, each.replay_seq, where)
 
-    def _is_wanted(self, lane_id: int, was: Given) -> bool:
-        """Whether a receiver gets this number again."""
-        job = None if was.backfill_id is None else self._db.replay_job.rows[was.backfill_id]
-        return (job is None or job["kind"] != "lane") and not any(
+    def _made_by(self, given: Given, kind: str) -> bool:
+        job = None if given.backfill_id is None else self._db.replay_job.rows[given.backfill_id]
+        return job is not None and job["kind"] == kind
+
+    def _is_wanted(self, lane_id: int, first: int, was: Given) -> bool:
+        """Whether a receiver that asks from a number on gets this one again."""
+        if self._made_by(was, "lane"):
+            assert was.backfill_id is not None
+            assert was.replay_seq is not None
+            of_lane = self._db.replay_job.rows[was.backfill_id]["lane_id"]
+            if of_lane == lane_id and was.replay_seq >= first:
+                return False
+        return not any(
             d["lane_id"] == lane_id and d["seq"] <= was.seq <= d["to_seq"]
             for d in self._db.dead_letter.rows.values()
         )
@@ -168,7 +181,7 @@ class Replayed:
             if part["first_id"] <= each.seq < replay["next_seq"]
             # What was dropped before its turn is passed over.
             and (each.copy_id is not None or each.outbox_id >= db.first_id)
-            and self._is_wanted(lane_id, each)
+            and self._is_wanted(lane_id, part["first_id"], each)
         }
         if wanted - given or part["taken"] != len(given):
             raise Violation("replay", f"{part}: {sorted(wanted - given)} are missing")

@@ -242,6 +242,7 @@ async def _batch(log: LongLog) -> Case:
         deliveries.replay_seqs.append(None)
         deliveries.backfill_ids.append(None)
         deliveries.copy_ids.append(None)
+        deliveries.was_backfill_ids.append(None)
         deliveries.counters[lane] = NUMBERS + 1
     step = Step(NEXT, tuple(GAPS[-20:]), (), (), (), (), True, {})
     heard = Heard()

@@ -54,7 +54,7 @@ export function draw({ all, blocked }) {
   if (!all.length) return null;
   return h("section", { id: "jobs" }, h("h2", null, "Being sent again"), table(HEADS, all.map((job) => row([
     String(job.id), badge(onTheWay(job) ? "on the way" : job.state),
-    job.kind === "history" ? `history of ${job.endpoint}` : job.endpoint ? `dead letters of ${job.endpoint}` : "dead letters",
+    job.kind === "history" ? `history of ${job.endpoint}` : job.kind === "lane" ? `numbers ${count(job.from_sequence)} to ${count(job.to_sequence)} of lane ${job.lane}, for its receiver` : job.endpoint ? `dead letters of ${job.endpoint}` : "dead letters",
     h("span", null, when(job.asked_at), ` by ${job.asked_by}`),
     progress(job, blocked),
     job.state === "running" ? button("Abort", () => act(() => post(`/v1/replays/${job.id}/abort`), `Job ${job.id} takes nothing more.`)) : null,

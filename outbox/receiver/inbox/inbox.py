@@ -24,6 +24,7 @@ from outbox.receiver.inbox.statements import Dialect, Statements, statements
 from outbox.receiver.inbox.taking import (
     TOLERANCE,
     Call,
+    Compared,
     KeptLane,
     Rows,
     Steps,
@@ -138,11 +139,11 @@ class Inbox:
         """What is known of each lane."""
         return await run_async(connection, self._lanes(connection))
 
-    def compare(self, connection: Any, marks: Sequence[Mark]) -> dict[str, Range]:
-        """Hold a checkpoint against what was received; returns what is missing by lane."""
+    def compare(self, connection: Any, marks: Sequence[Mark]) -> Compared:
+        """Hold a checkpoint against what was received, and keep what that shows."""
         return run(connection, self._compare(connection, marks))
 
-    async def compare_async(self, connection: Any, marks: Sequence[Mark]) -> dict[str, Range]:
+    async def compare_async(self, connection: Any, marks: Sequence[Mark]) -> Compared:
         """Hold a checkpoint against what was received; see `compare`."""
         return await run_async(connection, self._compare(connection, marks))
 
@@ -209,9 +210,7 @@ class Inbox:
             expired_before=rfc3339(datetime.now(tz=UTC) - timedelta(seconds=self._keep_s)),
         )
 
-    def _compare(
-        self, connection: Any, marks: Sequence[Mark]
-    ) -> Generator[Call, Rows, dict[str, Range]]:
+    def _compare(self, connection: Any, marks: Sequence[Mark]) -> Generator[Call, Rows, Compared]:
         return compare(self._changing(connection), marks, from_start=self._from_start)
 
     def _newest(self, connection: Any, key: str, message: Message) -> Generator[Call, Rows, bool]:
@@ -220,7 +219,7 @@ class Inbox:
             # Its number says nothing of its age; and what it stands for may be a replay.
             lane, sequence = "", 0
         at = {"lane": lane, "sequence": sequence, "published_at": message.timestamp}
-        which = {"key": key, "delivery_id": message.delivery_id}
+        which = {"key": key, "delivery_id": message.identity}
         return bool((yield Call(self._changing(connection).latest, at | which)))
 
     def _confirm(self, connection: Any) -> Generator[Call, Rows, None]:

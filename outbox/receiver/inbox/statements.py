@@ -207,7 +207,7 @@ _POSTGRESQL = Statements(
     lock_lanes="""
         SELECT lane, high, ended, CAST(missing AS text), CAST(holes AS text),
                CAST(unknown AS text), forgotten
-          FROM {p}_lane WHERE lane IN (:lane, :replayed) ORDER BY lane FOR UPDATE
+          FROM {p}_lane WHERE lane IN (:lane, :replayed) ORDER BY lane COLLATE "C" FOR UPDATE
         """,
     keep_lane="""
         UPDATE {p}_lane

@@ -8,7 +8,8 @@ X-Delivery.
 A delivery is processed if neither its number nor its X-Delivery nor the number that it
 stands for was there before.  Either alone would do most of the time; together they also
 hold when one of them was forgotten: X-Delivery values expire, and a replay has a new
-number.
+number.  What the receiver had sent again has a new X-Delivery, too, and says whose copy
+it is.
 
     fresh        process it
     duplicate    it was processed; answer 2xx
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 
-from outbox.core.order import Kind, LaneOrder, LaneState, Observation
+from outbox.core.order import Kind, LaneOrder, LaneState, Observation, State
 from outbox.receiver.catching_up import to_catch_up
 from outbox.receiver.fetching import LaneStanding
 
@@ -69,6 +70,16 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """What a checkpoint says about each lane of which something is missing."""
+
+    shown: dict[str, tuple[Range, ...]]
+    """The numbers that nobody knew of until now."""
+    missing: dict[str, tuple[Range, ...]]
+    """All that the sender has as delivered, and this receiver has not."""
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """A statement, by its name in `Statements`, and its parameters."""
 
@@ -100,7 +111,7 @@ def take(
         expired_before: what was processed before this time may be forgotten, RFC 3339.
     """
     where = {"lane": message.lane, "sequence": message.sequence}
-    claim = where | {"delivery_id": message.delivery_id}
+    claim = where | {"delivery_id": message.identity}
     is_next = message.previous_sequence == message.sequence - 1
     if sql.advance and is_next and message.replay_of is None and not message.lane_ends:
         ((moved, claimed),) = yield Call(sql.advance, claim)
@@ -127,23 +138,14 @@ def take(
     is_kept = message.sequence > own.forgotten or message.timestamp > expired_before
     if claimed and observation.kind is Kind.DUPLICATE and is_kept:
         # Whoever had this number had another X-Delivery, or its row would be there: of an
-        # event that is younger than what is forgotten, no copy can be.  Unless it was sent
-        # again when the receiver asked for that.
-        stands_in = _stand_in(message.lane, message.sequence)
-        if (yield Call(sql.claim, stands_in)):
-            yield Call(sql.unclaim, {"delivery_id": stands_in["delivery_id"]})
-            yield Call(sql.unclaim, {"delivery_id": message.delivery_id})
-            return Taken(Outcome.CONFLICT, replace(observation, kind=Kind.CONFLICT))
+        # event that is younger than what is forgotten, no copy can be.
+        yield Call(sql.unclaim, {"delivery_id": message.identity})
+        return Taken(Outcome.CONFLICT, replace(observation, kind=Kind.CONFLICT))
     seen = not claimed or observation.kind is Kind.DUPLICATE
     replayed = lanes.get(replayed_lane)
     if message.replay_of is not None and replayed is not None:
         other = order if replayed is own else LaneOrder.of(replayed.state)
-        if message.backfill is None:
-            # Of a dead letter, which nobody acknowledged, and nobody comes with any more.
-            closed = other.close(replayed_number)
-        elif (closed := other.stand_in(replayed_number)) is not None and not seen:
-            # It has an X-Delivery of its own, by which nobody knows the number it is for.
-            yield Call(sql.claim, _stand_in(replayed_lane, replayed_number))
+        closed = other.close(replayed_number)
         observation = replace(observation, closed=closed)
         # Closed before, or received: somebody processed it.
         seen = seen or (closed is None and replayed_number <= other.high)
@@ -152,12 +154,6 @@ def take(
     yield _keep(sql, message.lane, order)
     outcome = Outcome.DUPLICATE if seen else Outcome.FRESH
     return Taken(outcome, observation, overdue=_overdue(order, before, tolerance))
-
-
-def _stand_in(lane: str, sequence: int) -> dict[str, Any]:
-    """What says that another delivery came in the place of a number."""
-    delivery_id = f"number {sequence} of {lane}"
-    return {"delivery_id": delivery_id, "lane": lane, "sequence": sequence}
 
 
 def take_foreign(sql: Statements, message_id: str) -> Steps:
@@ -170,27 +166,30 @@ def take_foreign(sql: Statements, message_id: str) -> Steps:
 
 def compare(
     sql: Statements, marks: Sequence[Mark], *, from_start: bool = False
-) -> Generator[Call, Rows, dict[str, Range]]:
-    """Hold what is known of lanes against what their sender says; returns what is missing.
-
-    Only what nobody knew of until now: the numbers behind the last one that was received.
-    """
+) -> Generator[Call, Rows, Compared]:
+    """Hold what is known of lanes against what their sender says of them."""
     rows = yield Call(sql.lanes, {})
     known = {lane.name: lane for lane in map(KeptLane.of, rows)}
     told = [LaneStanding(mark.lane, mark.sequence, mark.generation) for mark in marks]
     behind = set(to_catch_up(known, told))
-    found = {}
-    for lane, sequence in sorted((mark.lane, mark.sequence) for mark in marks):
-        if lane not in behind and not (from_start and lane not in known):
+    shown: dict[str, tuple[Range, ...]] = {}
+    still: dict[str, tuple[Range, ...]] = {}
+    # In the order in which everybody locks lanes.
+    for mark in sorted(marks, key=lambda mark: mark.lane):
+        if mark.lane not in behind and not (from_start and mark.lane not in known):
             continue
-        yield Call(sql.add_lane, {"lane": lane})
-        rows = yield Call(sql.lock_lanes, {"lane": lane, "replayed": lane})
-        order = LaneOrder.of(KeptLane.of(rows[0]).state)
-        missing = order.hear_of(sequence)
-        if missing is not None:
-            found[lane] = missing
-            yield _keep(sql, lane, order)
-    return found
+        yield Call(sql.add_lane, {"lane": mark.lane})
+        rows = yield Call(sql.lock_lanes, {"lane": mark.lane, "replayed": mark.lane})
+        before = KeptLane.of(rows[0]).state
+        order = LaneOrder.of(before)
+        if missing := order.hear_of(mark.sequence, mark.given_up):
+            shown[mark.lane] = missing
+        if order.kept() != before:
+            yield _keep(sql, mark.lane, order)
+        left = tuple((lo, hi) for lo, hi in order.ranges(State.MISSING) if lo <= mark.sequence)
+        if left:
+            still[mark.lane] = left
+    return Compared(shown, still)
 
 
 def forgo(
@@ -227,18 +226,13 @@ class KeptLane:
         return cls(name, LaneState(high, bool(ended), *ranges), forgotten)
 
 
-def overdue(state: LaneState, tolerance: int = TOLERANCE) -> tuple[Range, ...]:
-    """What is missing of a lane, and was overtaken by more numbers than is tolerated."""
-    last = state.high - tolerance - 1
-    return tuple((lo, min(hi, last)) for lo, hi in state.missing if lo <= last)
-
-
 def _overdue(order: LaneOrder, before: int, tolerance: int) -> tuple[Range, ...]:
-    """What became overdue just now, when the highest number was `before` until now."""
+    """What became overdue just now, when the highest number was `before` until now.
+
+    Each range as a whole, when its last number was overtaken by more than is tolerated.
+    """
     return tuple(
-        (max(lo, before - tolerance), hi)
-        for lo, hi in overdue(order.kept(), tolerance)
-        if hi >= before - tolerance
+        (lo, hi) for lo, hi in order.ranges(State.MISSING) if before <= hi + tolerance < order.high
     )
 
 

@@ -22,6 +22,7 @@ from outbox.store import (
 )
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers
+from tests.sim.database.statements.sequencing import is_copy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -208,7 +209,7 @@ def read_replays(
         for r in _pending(db, tx, job_id, endpoint_id):
             if before >= limit:
                 break
-            rest = routing.RESENT_SEEN_MAX if r["dead_id"] is None else limit - before
+            rest = limit + routing.RESENT_SPARE if r["dead_id"] is None else limit - before
             numbers = min(r["to_seq"] - r["next_seq"] + 1, rest)
             before += r["to_seq"] - r["next_seq"] + 1
             rows += _numbers(db, tx, r, e, numbers)
@@ -217,46 +218,43 @@ def read_replays(
 
 def _numbers(db: Database, tx: Transaction, r: Row, e: Row, numbers: int) -> list[Row]:
     """The next numbers of one replay, each in the lane that its key has today."""
-    names = ("job_id", "endpoint_id", "id", "next_seq", "next_batch")
-    base = {name: r[name] for name in names} | {"numbers": numbers}
+    kept = ("job_id", "endpoint_id", "id", "next_seq", "next_batch")
+    base = {name: r[name] for name in kept} | {"numbers": numbers}
     letter = None if r["dead_id"] is None else tx.get(db.dead_letter, r["dead_id"])
+    found: list[tuple[Any, ...]]
     if letter is None:
         job = tx.get(db.replay_job, r["job_id"])
+        part = tx.get(db.replay_part, (r["job_id"], r["endpoint_id"]))
         assert job is not None
-        found = [
-            (
-                g.seq,
-                g.batch,
-                g.outbox_id,
-                job["id"],
-                g.copy_id,
-                is_resent(db, tx, job["lane_id"], g),
-            )
-            for g in _numbered(db, job["lane_id"], r["next_seq"], numbers)
-        ]
+        assert part is not None
+        found = []
+        for g in _numbered(db, job["lane_id"], r["next_seq"], numbers):
+            wanted = is_resent(db, job["lane_id"], part["first_id"], g)
+            was = g.was_backfill_id if is_copy(db, g) else g.backfill_id
+            found.append((g.seq, g.batch, g.outbox_id, job["id"], g.copy_id, was, wanted))
     elif letter["outbox_id"] is None:
         found = [
-            (g.seq, g.batch, g.outbox_id, g.backfill_id, g.copy_id, True)
+            (g.seq, g.batch, g.outbox_id, g.backfill_id, g.copy_id, g.was_backfill_id, True)
             for g in _numbered(db, letter["lane_id"], r["next_seq"], numbers)
         ]
     else:
-        event = (letter["outbox_id"], letter["backfill_id"], letter["id"])
+        was = db.given(letter["lane_id"], letter["seq"]).was_backfill_id
+        event = (letter["outbox_id"], letter["backfill_id"], letter["id"], was)
         found = [(r["next_seq"], r["next_batch"], *event, True)]
+    names = ("seq", "batch", "outbox_id", "backfill_id", "copy_id", "was_backfill_id", "wanted")
     if not found:
-        nothing = ("lane_id", "seq", "batch", "outbox_id", "backfill_id", "copy_id", "wanted")
-        return [{**base, **dict.fromkeys(nothing)}]
+        return [{**base, **dict.fromkeys(("lane_id", *names))}]
     rows = []
-    for seq, batch, outbox_id, backfill_id, copy_id, wanted in found:
-        slot = db.outbox[outbox_id].spread % e["lanes"]
+    for values in found:
+        told = dict(zip(names, values, strict=True))
+        slot = db.outbox[told["outbox_id"]].spread % e["lanes"]
         lane = next(
             lane
             for lane in tx.rows(db.lane)
             if (lane["endpoint_id"], lane["generation"], lane["slot"])
             == (e["id"], e["generation"], slot)
         )
-        place = {"lane_id": lane["id"], "seq": seq, "batch": batch, "outbox_id": outbox_id}
-        told = {"backfill_id": backfill_id, "copy_id": copy_id, "wanted": wanted}
-        rows.append({**base, **place, **told})
+        rows.append({**base, "lane_id": lane["id"], **told})
     return rows
 
 
@@ -264,15 +262,18 @@ def _numbered(db: Database, lane_id: int, seq: int, numbers: int) -> list[Given]
     return [g for g in db.deliveries.get(lane_id, []) if seq <= g.seq < seq + numbers]
 
 
-def is_resent(db: Database, tx: Transaction, lane_id: int, given: Given) -> bool:
+def is_resent(db: Database, lane_id: int, first: int, given: Given) -> bool:
     """Whether it is sent again when its receiver asks for what the lane delivered."""
-    job = None if given.backfill_id is None else tx.get(db.replay_job, given.backfill_id)
-    is_there = given.copy_id is not None or given.outbox_id >= db.first_id
-    if not is_there or (job is not None and job["kind"] == "lane"):
+    if given.copy_id is None and given.outbox_id < db.first_id:
         return False
+    if is_copy(db, given):
+        assert given.backfill_id is not None
+        of_lane = db.replay_job.rows[given.backfill_id]["lane_id"]
+        if of_lane == lane_id and (given.replay_seq or 0) >= first:
+            return False
     return not any(
         d["lane_id"] == lane_id and d["seq"] <= given.seq <= d["to_seq"]
-        for d in tx.rows(db.dead_letter)
+        for d in db.dead_letter.rows.values()
     )
 
 

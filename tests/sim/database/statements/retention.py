@@ -45,7 +45,7 @@ def read_erased(db: Database, tx: Transaction, *_: object) -> list[Row]:
     return []
 
 
-@answers(retention.DELETE_DEAD, retention.DELETE_ONCE)
+@answers(retention.DELETE_DEAD, retention.DELETE_RESENT, retention.DELETE_ONCE)
 def delete_old(db: Database, tx: Transaction, keep_s: float) -> list[Row]:
     return [{"count": 0}]
 

@@ -174,6 +174,7 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         tell,
         backfill_ids,
         copy_ids,
+        was_backfill_ids,
         committed_after,
     ) = arguments
     # The statement's snapshot; the row is looked at again once it is locked.
@@ -213,7 +214,15 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
     given: list[tuple[int, Given]] = [
         (lane_id, Given(batch, *rest))
         for lane_id, *rest in zip(
-            lane_ids, seqs, outbox_ids, replay_ids, replay_seqs, backfill_ids, copy_ids, strict=True
+            lane_ids,
+            seqs,
+            outbox_ids,
+            replay_ids,
+            replay_seqs,
+            backfill_ids,
+            copy_ids,
+            was_backfill_ids,
+            strict=True,
         )
     ]
 
@@ -253,8 +262,16 @@ def event_row(db: Database, lane_id: int, given: Given) -> Row:
         "published_at": event.created_at,
         "expires_at": None if given.again else event.expires_at,
         "backfill_id": given.backfill_id,
+        "is_copy": is_copy(db, given),
+        "was_backfill_id": given.was_backfill_id,
         "was_seq": None,
     }
+
+
+def is_copy(db: Database, given: Given) -> bool:
+    """Its receiver had asked for it."""
+    job = None if given.backfill_id is None else db.replay_job.rows[given.backfill_id]
+    return job is not None and job["kind"] == "lane"
 
 
 def _is_gone(db: Database, given: Given) -> bool:
