@@ -173,7 +173,9 @@ def _notes(handled: Handled) -> list[str]:
     message, seen = handled.message, handled.observation
     if message is not None and message.replay_of is not None:
         notes.append(safe(f"replay of number {message.replay_of[1]} of {message.replay_of[0]}"))
-    if message is not None and message.backfill is not None:
+    if message is not None and message.copy_of is not None:
+        notes.append("sent again on request")
+    elif message is not None and message.backfill is not None:
         notes.append(f"of backfill {message.backfill}")
     if message is not None and message.lane_ends:
         notes.append("the last of its lane")

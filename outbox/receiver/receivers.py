@@ -43,11 +43,11 @@ from outbox.receiver.verifying import Verified
 from outbox.receiver.waiting import Waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import TypeVar
 
     from outbox.core.checkpoint import Mark
-    from outbox.receiver.inbox.taking import KeptLane
+    from outbox.receiver.inbox.taking import Compared, KeptLane
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
 
@@ -86,6 +86,8 @@ class _Base:
         self._rules = Rules(secrets, **rules)
         self._log_requests = log_requests
         self._is_ready = False
+        # Lanes that a checkpoint made it catch up with, which can take longer than a sender waits.
+        self._fetching: set[str] = set()
 
     @property
     def totals(self) -> ReceiverTotals:
@@ -96,6 +98,14 @@ class _Base:
     def body_bytes_max(self) -> int:
         """An adapter need not read more."""
         return self._rules.body_bytes_max
+
+    def _to_fetch(self, compared: Compared) -> Iterator[str]:
+        """Lanes to catch up with because of a checkpoint; not while that is under way."""
+        if self._gaps is Gaps.CATCH_UP:
+            for lane in compared.missing:
+                if lane not in self._fetching:
+                    self._fetching.add(lane)
+                    yield lane
 
     def _where_to_fetch(self) -> Source:
         if self._fetch is None:
@@ -288,13 +298,14 @@ class AsyncReceiver(_Base):
         async with self._transaction() as connection:
             compared = await self.inbox.compare_async(connection, marks)
         answer = self._rules.compared(compared, fetches=self._gaps is Gaps.CATCH_UP)
-        if self._gaps is Gaps.CATCH_UP:
+        for lane in self._to_fetch(compared):
             try:
-                # What fails is told, and tried again at the next one.
-                for lane in compared.missing:
-                    await self.catch_up(lane)
+                await self.catch_up(lane)
             except CannotFetch as error:
-                log.error("what is missing cannot be fetched now: %s", error)
+                # The next one says the same.
+                log.error("lane %s: what is missing cannot be fetched now: %s", lane, error)
+            finally:
+                self._fetching.discard(lane)
         return answer
 
     async def _process_fetched(self, request: Request) -> Fate:
@@ -475,13 +486,14 @@ class Receiver(_Base):
         with self._transaction() as connection:
             compared = self.inbox.compare(connection, marks)
         answer = self._rules.compared(compared, fetches=self._gaps is Gaps.CATCH_UP)
-        if self._gaps is Gaps.CATCH_UP:
+        for lane in self._to_fetch(compared):
             try:
-                # What fails is told, and tried again at the next one.
-                for lane in compared.missing:
-                    self.catch_up(lane)
+                self.catch_up(lane)
             except CannotFetch as error:
-                log.error("what is missing cannot be fetched now: %s", error)
+                # The next one says the same.
+                log.error("lane %s: what is missing cannot be fetched now: %s", lane, error)
+            finally:
+                self._fetching.discard(lane)
         return answer
 
     def _process_fetched(self, request: Request) -> Fate:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core.checkpoint import GIVEN_UP_MAX
 from outbox.core.gaps import Step
 from outbox.core.sequencing import Deliveries
 from outbox.core.steps import AttemptRow, DeadLetter, DeadRange, Gone, Progress, Record
@@ -172,11 +173,13 @@ async def _a_lane_sent_again(log: LongLog) -> Case:
     asked = f"""
         INSERT INTO replay_job (id, kind, asked_by, lane_id) OVERRIDING SYSTEM VALUE
         VALUES (1000, 'lane', 'x', {lane});
+        INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id)
+        VALUES (1000, {endpoint}, {middle}, {middle}, {ACKED});
         INSERT INTO replay (job_id, endpoint_id, next_seq, next_batch, to_seq)
         VALUES (1000, {endpoint}, {middle}, {batch_of(middle)}, {ACKED})"""
     async with log.database.connection(server_settings={"search_path": "relay"}) as connection:
         endpoint_id = await connection.fetchval(f"SELECT {endpoint}")
-    seen = routing.RESENT_SEEN_MAX
+    seen = 10 + routing.RESENT_SPARE
     # Its event, its dead letter, and the lanes of its endpoint are looked for each time.
     rows, pages = seen * (SLOTS + 3), seen * (3 * FOUR + SLOTS)
     arguments = ([1000], [endpoint_id], [10])
@@ -194,8 +197,9 @@ async def _whether_a_lane_is_sent_again(log: LongLog) -> Case:
 
 
 async def _how_far_lanes_are(log: LongLog) -> Case:
-    """For a checkpoint of one endpoint: the last success behind each lane's checkpoint."""
-    rows, pages = 3 * SLOTS, (2 + len(NEWEST)) * FOUR * SLOTS
+    """For a checkpoint of one endpoint: the last success behind what each lane wrote down,
+    and its newest dead letters."""
+    rows, pages = (3 + GIVEN_UP_MAX) * SLOTS, (2 + len(NEWEST) + GIVEN_UP_MAX) * FOUR * SLOTS
     return Case(checkpoints.READ_MARKS, ([log.endpoints[1]],), rows, pages, {"attempt": NEWEST})
 
 

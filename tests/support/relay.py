@@ -191,6 +191,9 @@ async def all_ended(database: Database, timeout_s: float = 60) -> None:
     sql = """
         SELECT (SELECT coalesce(max(id), 0) FROM outbox)
                <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
+           AND NOT EXISTS (
+               SELECT FROM outbox o, (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) newest
+                WHERE young @> o.id OR EXISTS (SELECT FROM gap WHERE o.id BETWEEN lo AND hi))
            AND NOT EXISTS (SELECT FROM replay_part WHERE ended_at IS NULL)
            AND NOT EXISTS (
                SELECT FROM delivery d WHERE NOT EXISTS (
