@@ -166,15 +166,16 @@ class Rules:
         """
         with self._mutex:
             others = self._in_flight
-            if others < self._in_flight_max:
-                self._in_flight += 1
-            else:
+            is_full = others >= self._in_flight_max
+            if is_full:
                 self.totals.ended[Ended.PUT_OFF] += 1
-        if others < self._in_flight_max:
-            self._metering.in_flight(1)
-            return time.perf_counter()
-        self._metering.ended(Ended.PUT_OFF)
-        return put_off(f"{others} requests are being processed", 1)
+            else:
+                self._in_flight += 1
+        if is_full:
+            self._metering.ended(Ended.PUT_OFF)
+            return put_off(f"{others} requests are being processed", 1)
+        self._metering.in_flight(1)
+        return time.perf_counter()
 
     def end(self, answer: Answer, began_at: float) -> None:
         """Count a request out that `begin` counted in."""
@@ -241,9 +242,7 @@ class Rules:
         for lane, numbers in compared.missing.items():
             shown = compared.shown.get(lane)
             if shown is not None:
-                with self._mutex:
-                    self.totals.gaps += 1
-                self._metering.taken(gap=True, old=False, overdue=0)
+                self._count(gap=True)
             what = "acknowledged, and not here" if shown is not None else "still not here"
             level = logging.WARNING if fetches or shown is None else logging.ERROR
             log.log(level, "lane %s: %s: %s", lane, what, _ranges(shown or numbers))
@@ -273,12 +272,7 @@ class Rules:
     def _tell(self, message: Message, taken: Taken) -> None:
         kind = taken.observation.kind if taken.observation is not None else None
         gap, old = kind is Kind.GAP, kind is Kind.OLD
-        overdue = sum(hi - lo + 1 for lo, hi in taken.overdue)
-        with self._mutex:
-            self.totals.gaps += gap
-            self.totals.old += old
-            self.totals.overdue += overdue
-        self._metering.taken(gap=gap, old=old, overdue=overdue)
+        self._count(gap=gap, old=old, overdue=sum(hi - lo + 1 for lo, hi in taken.overdue))
         _log(message, taken)
         if self._told is not None:
             try:
@@ -286,6 +280,13 @@ class Rules:
             except Exception:
                 # It is committed, whatever somebody makes of it.
                 log.exception("telling of delivery %s failed", message.delivery_id)
+
+    def _count(self, *, gap: bool, old: bool = False, overdue: int = 0) -> None:
+        with self._mutex:
+            self.totals.gaps += gap
+            self.totals.old += old
+            self.totals.overdue += overdue
+        self._metering.taken(gap=gap, old=old, overdue=overdue)
 
 
 def choice(gaps: Gaps | str) -> Gaps:

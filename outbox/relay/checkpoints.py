@@ -8,6 +8,7 @@ endpoint may still tell what was acknowledged then, which stays true.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import structlog
 
 from outbox.core.checkpoint import prepare
 from outbox.core.health import State
-from outbox.transport.port import Request
+from outbox.transport.addressing import addressed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from outbox.relay.owned import OwnedEndpoint
     from outbox.store.checkpoints import CheckpointStore
     from outbox.store.destinations import Endpoint
-    from outbox.transport.port import Transport
+    from outbox.transport.port import Request, Transport
 
 log = structlog.get_logger("outbox.checkpoints")
 
@@ -121,14 +122,8 @@ class Checkpoints:
     def _request(self, endpoint: Endpoint, marks: Sequence[Mark]) -> Request:
         now = self._now()
         prepared = prepare(str(uuid4()), datetime.fromtimestamp(now, UTC), marks, endpoint.headers)
-        return Request(
-            url=endpoint.url,
-            headers=prepared.attempt(1, int(now), endpoint.secrets_at(now)),
-            body=prepared.body,
-            connect_timeout_s=endpoint.connect_timeout_s,
-            total_timeout_s=min(endpoint.total_timeout_s, TIMEOUT_S),
-            method=endpoint.method,
-        )
+        request = addressed(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
+        return replace(request, total_timeout_s=min(endpoint.total_timeout_s, TIMEOUT_S))
 
 
 def _may_be_told(owned: OwnedEndpoint) -> bool:

@@ -10,7 +10,7 @@ from outbox.core.health import Health
 from outbox.core.lane import Lane
 from outbox.core.request import prepare
 from outbox.core.steps import Gate
-from outbox.transport.port import Request
+from outbox.transport.addressing import addressed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LoadedLane
     from outbox.telemetry.meters import EndpointMeters
+    from outbox.transport.port import Request
 
 T = TypeVar("T")
 
@@ -75,17 +76,8 @@ class OwnedLane:
                 endpoint_headers=endpoint.headers,
             )
             known = self.prepared = (delivery.seq, send.lane_ends, prepared)
-        prepared = known[2]
-        return Request(
-            url=endpoint.url,
-            headers=prepared.attempt(
-                send.attempt, int(started_at), endpoint.secrets_at(started_at)
-            ),
-            body=prepared.body,
-            connect_timeout_s=endpoint.connect_timeout_s,
-            total_timeout_s=endpoint.total_timeout_s,
-            method=endpoint.method,
-        )
+        secrets = endpoint.secrets_at(started_at)
+        return addressed(endpoint, known[2], send.attempt, int(started_at), secrets)
 
     def clear_timer(self) -> None:
         if self.timer is not None:

@@ -16,8 +16,8 @@ from outbox.core.answer import Verdict, classify, retry_after_s, summary
 from outbox.core.headers import own
 from outbox.core.request import Delivery, prepare
 from outbox.core.statuses import GONE
+from outbox.transport.addressing import addressed
 from outbox.transport.client import AiohttpTransport
-from outbox.transport.port import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from outbox.core.answer import Answer
     from outbox.core.endpoint import EndpointSettings
     from outbox.transport.egress import EgressPolicy
+    from outbox.transport.port import Request
 
 TYPE = "outbox.test"
 
@@ -92,14 +93,7 @@ def _request(endpoint_id: UUID, wanted: EndpointSettings, keys: Sequence[bytes])
         lane_ends=True,
         endpoint_headers=own(wanted.headers),
     )
-    return Request(
-        url=wanted.url,
-        headers=prepared.attempt(1, int(now), keys),
-        body=prepared.body,
-        connect_timeout_s=wanted.connect_timeout_s,
-        total_timeout_s=wanted.total_timeout_s,
-        method=wanted.method,
-    )
+    return addressed(wanted, prepared, 1, int(now), keys)
 
 
 def _outcome(answer: Answer, wanted: EndpointSettings) -> tuple[str, str]:

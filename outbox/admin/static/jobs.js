@@ -50,11 +50,17 @@ function progress(job, blocked) {
   return h("span", null, h("progress", { max: job.all, value: job.done, "aria-label": "Progress" }), ` ${count(job.done)} of ${count(job.all)}${stopped}`);
 }
 
+function what(job) {
+  if (job.kind === "history") return `history of ${job.endpoint}`;
+  if (job.kind === "lane") return `numbers ${count(job.from_sequence)} to ${count(job.to_sequence)} of lane ${job.lane}, for its receiver`;
+  return job.endpoint ? `dead letters of ${job.endpoint}` : "dead letters";
+}
+
 export function draw({ all, blocked }) {
   if (!all.length) return null;
   return h("section", { id: "jobs" }, h("h2", null, "Being sent again"), table(HEADS, all.map((job) => row([
     String(job.id), badge(onTheWay(job) ? "on the way" : job.state),
-    job.kind === "history" ? `history of ${job.endpoint}` : job.kind === "lane" ? `numbers ${count(job.from_sequence)} to ${count(job.to_sequence)} of lane ${job.lane}, for its receiver` : job.endpoint ? `dead letters of ${job.endpoint}` : "dead letters",
+    what(job),
     h("span", null, when(job.asked_at), ` by ${job.asked_by}`),
     progress(job, blocked),
     job.state === "running" ? button("Abort", () => act(() => post(`/v1/replays/${job.id}/abort`), `Job ${job.id} takes nothing more.`)) : null,

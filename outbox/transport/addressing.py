@@ -1,0 +1,39 @@
+"""One attempt: what was prepared, signed for now, and where it goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from outbox.transport.port import Request
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.request import Prepared
+
+
+class Destination(Protocol):
+    """How requests to an endpoint are made."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def connect_timeout_s(self) -> float: ...
+    @property
+    def total_timeout_s(self) -> float: ...
+
+
+def addressed(
+    to: Destination, prepared: Prepared, number: int, timestamp: int, secrets: Sequence[bytes]
+) -> Request:
+    """The attempt `number` (from 1), signed at `timestamp`, in epoch seconds."""
+    return Request(
+        url=to.url,
+        headers=prepared.attempt(number, timestamp, secrets),
+        body=prepared.body,
+        connect_timeout_s=to.connect_timeout_s,
+        total_timeout_s=to.total_timeout_s,
+        method=to.method,
+    )
