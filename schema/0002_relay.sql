@@ -59,6 +59,12 @@ CREATE TABLE endpoint (
     headers         jsonb       NOT NULL DEFAULT '{}',
     connect_timeout_s double precision NOT NULL DEFAULT 5,
     total_timeout_s   double precision NOT NULL DEFAULT 15,
+    in_flight_max   integer     CHECK (in_flight_max > 0),            -- NULL: one for each lane
+    rate_per_s      double precision CHECK (rate_per_s > 0),          -- NULL: no limit
+
+    -- Where a request may go beside the open internet, and whom it trusts there.
+    allow_networks  text[]      NOT NULL DEFAULT '{}',
+    ca              text,                     -- PEM; NULL: the system's authorities
 
     -- What happens when one fails.
     retry           jsonb       NOT NULL,     -- the numbers of a RetryPolicy

@@ -62,6 +62,14 @@ class EndpointBody(Model):
     headers: dict[str, str] | None = None
     connect_timeout: float | str | None = None
     timeout: float | str | None = None
+    in_flight_max: int | None = None
+    """So many requests at once, over all lanes."""
+    rate: float | None = None
+    """So many requests begun in a second."""
+    allow_networks: tuple[str, ...] | None = None
+    """Private networks that it may be in; not for a tenant's token."""
+    ca: str | None = None
+    """Certificates (PEM) to trust instead of the system's authorities."""
     retry: str | dict[str, Any] | None = None
     """A policy such as patient, or values such as {"preset": "plane", "attempts": 8}."""
     retryable: tuple[str | int, ...] | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, fields, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "connect_timeout_s": "connect_timeout",
     "total_timeout_s": "timeout",
+    "rate_per_s": "rate",
     "backlog_count_max": "backlog_max",
     "backlog_age_max_s": "backlog_age",
     "disable_after_s": "disable_after",
@@ -39,11 +41,18 @@ _NAMES = {
 FIELDS = {_NAMES.get(each.name, each.name): each.name for each in fields(EndpointSettings)}
 """Names of settings, and the fields that hold them, in the order in which they are shown."""
 
-FLAGS = {"header": "headers", "policy": "retry", "type": "types"}
+FLAGS = {
+    "allow_network": "allow_networks",
+    "header": "headers",
+    "policy": "retry",
+    "type": "types",
+}
 """Flags that are called otherwise than what they set: one gives one of many, and a policy
 is of retries."""
 
 _DEFAULTS = EndpointSettings(name="-", url="-")
+_TIMES = frozenset(name for name in FIELDS.values() if name.endswith("_s")) - {"rate_per_s"}
+_LISTS = frozenset({"allow_networks", "retryable", "types"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +137,7 @@ def value(settings: EndpointSettings, name: str) -> Any:
         return retry.describe(held)
     if isinstance(held, tuple):
         return list(held)
-    return duration.exact(held) if field.endswith("_s") else held
+    return duration.exact(held) if field in _TIMES else held
 
 
 def differences(old: EndpointSettings, new: EndpointSettings) -> list[Difference]:
@@ -148,8 +157,11 @@ def _told(settings: EndpointSettings, name: str, *, changed: bool = False) -> st
     if name == "headers":
         names = " ".join(sorted(held)) or "none"
         return f"{names} (values not shown)" if held and changed else names
-    if held is None:
-        return "the usual" if name == "retryable" else "none"
+    if held is None or held == []:
+        return "the usual" if name in ("ca", "retryable") and held is None else "none"
+    if name == "ca":
+        # Long, and nobody reads it; what is in it `outbox endpoint show` tells.
+        return f"certificates, SHA-256 {sha256(held.encode()).hexdigest()[:12]}"
     if isinstance(held, bool):
         return "yes" if held else "no"
     return " ".join(held) if isinstance(held, list) else str(held)
@@ -172,11 +184,11 @@ def _read(name: str, given: Any) -> Any:
     """A value of a file as its field holds it."""
     if name == "retry":
         return _policy(given)
-    if name in ("types", "retryable"):
+    if name in _LISTS:
         items = given if isinstance(given, list) else [given]
         # YAML reads 429 as a number.
         return tuple(str(each) if type(each) is int else each for each in items)
-    if FIELDS[name].endswith("_s") and isinstance(given, str):
+    if FIELDS[name] in _TIMES and isinstance(given, str):
         try:
             return duration.parse(given)
         except UsageError as error:

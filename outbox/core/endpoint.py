@@ -7,6 +7,7 @@ on their way out, so a default and a limit stand in one place.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields
+from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core import duration, pattern, statuses
@@ -24,6 +25,10 @@ OnDeadLetter = Literal["continue", "block"]
 
 NAME_BYTES_MAX = 200
 LANES_MAX = 1024
+NETWORKS_MAX = 20
+CA_BYTES_MAX = 64 * 1024
+IN_FLIGHT_MAX = 1024
+RATE_PER_S_MIN, RATE_PER_S_MAX = 0.001, 100_000.0
 TYPES_MAX = 100
 TIMEOUT_S_MAX = 3600.0
 AGE_S_MAX = 3650 * 86400.0
@@ -57,6 +62,14 @@ class EndpointSettings:
     headers: Mapping[str, str] = field(default_factory=dict)
     connect_timeout_s: float = 5.0
     total_timeout_s: float = 15.0
+    in_flight_max: int | None = None
+    """So many requests at once, over all lanes; None: one for each lane."""
+    rate_per_s: float | None = None
+    """At most so many requests are begun in a second, by one relay; None: no limit."""
+    allow_networks: tuple[str, ...] = ()
+    """Private networks that its deliveries may go to, beside those that the relay opens."""
+    ca: str | None = None
+    """Certificates (PEM) that are trusted instead of the system's authorities."""
 
     retry: RetryPolicy = STANDARD
     retryable: tuple[str, ...] | None = None
@@ -96,6 +109,13 @@ class EndpointSettings:
         encode_headers(self.headers)
         _number("connect_timeout", self.connect_timeout_s, TIMEOUT_S_MAX)
         _number("timeout", self.total_timeout_s, TIMEOUT_S_MAX)
+        if self.in_flight_max is not None:
+            _integer("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX)
+        if self.rate_per_s is not None:
+            _rate(self.rate_per_s)
+        self._set("allow_networks", _networks(self.allow_networks))
+        if self.ca is not None:
+            _pem(self.ca)
         if self.retryable is not None:
             self._set("retryable", tuple(t.lower() for t in _texts("retryable", self.retryable)))
             statuses.parse(self.retryable or ())
@@ -187,6 +207,37 @@ def _number(name: str, value: object, most: float) -> None:
         raise UsageError(
             f"{name}: must be longer than nothing and at most {duration.exact(most)}, not {value!r}"
         )
+
+
+def _rate(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and RATE_PER_S_MIN <= value <= RATE_PER_S_MAX):  # type: ignore[operator]
+        raise UsageError(
+            f"rate: must be a number of requests in a second, from {RATE_PER_S_MIN:g} to "
+            f"{RATE_PER_S_MAX:,.0f}, not {value!r}"
+        )
+
+
+def _networks(value: object) -> tuple[str, ...]:
+    networks: dict[str, None] = {}
+    for text in _texts("allow_networks", value):
+        try:
+            networks[str(ip_network(text))] = None
+        except ValueError:
+            raise UsageError(
+                f'allow_networks: "{text[:80]}" is not a range of addresses such as 10.0.0.0/8'
+            ) from None
+    if len(networks) > NETWORKS_MAX:
+        raise UsageError(f"allow_networks: {len(networks)} ranges, the limit is {NETWORKS_MAX}")
+    return tuple(networks)
+
+
+def _pem(value: object) -> None:
+    text = _text("ca", value)
+    if "-----BEGIN CERTIFICATE-----" not in text or "PRIVATE KEY" in text:
+        raise UsageError("ca: must be one or more certificates in PEM, and no private key")
+    if len(text.encode()) > CA_BYTES_MAX:
+        raise UsageError(f"ca: longer than {CA_BYTES_MAX} bytes")
 
 
 def _integer(name: str, value: object, most: int) -> None:

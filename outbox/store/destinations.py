@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -28,9 +29,9 @@ TIMEOUT_S_MAX = 3600.0
 
 READ_ENDPOINTS = """
 SELECT e.id, e.name, e.state, e.url, e.method, e.headers::text AS headers,
-       e.connect_timeout_s, e.total_timeout_s, e.retry::text AS retry, e.retryable,
-       e.on_dead_letter, e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s,
-       e.checkpoint_every_s, e.generation, e.resumes,
+       e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.allow_networks,
+       e.ca, e.retry::text AS retry, e.retryable, e.on_dead_letter, e.backlog_count_max,
+       e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s, e.generation, e.resumes,
        h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
        h.last_answer::text AS last_answer, h.told_held_since, h.told_stalled_at,
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
@@ -57,6 +58,11 @@ class Endpoint:
     """With the time at which each ends; None: it does not."""
     connect_timeout_s: float
     total_timeout_s: float
+    in_flight_max: int | None
+    rate_per_s: float | None
+    networks: tuple[IPv4Network | IPv6Network, ...]
+    """Opened for it, beside those that the relay opens."""
+    ca: str | None
     retry: RetryPolicy
     retryable: frozenset[int]
     blocks: bool
@@ -103,6 +109,7 @@ def _endpoint(row: Any) -> Endpoint:
     retry, retryable, problem = STANDARD, RETRYABLE, None
     secrets: tuple[tuple[bytes, float | None], ...] = ()
     timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
+    networks: tuple[IPv4Network | IPv6Network, ...] = ()
     try:
         retry = RetryPolicy.from_dict(orjson.loads(row["retry"]))
         if row["retryable"] is not None:
@@ -112,7 +119,8 @@ def _endpoint(row: Any) -> Endpoint:
             raise UsageError("secret: there is none to sign with")
         if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
             raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
-    except (UsageError, TypeError) as error:
+        networks = tuple(map(ip_network, row["allow_networks"]))
+    except (UsageError, TypeError, ValueError) as error:
         problem = str(error)
     return Endpoint(
         id=row["id"],
@@ -124,6 +132,10 @@ def _endpoint(row: Any) -> Endpoint:
         secrets=secrets,
         connect_timeout_s=timeouts[0],
         total_timeout_s=timeouts[1],
+        in_flight_max=row["in_flight_max"],
+        rate_per_s=row["rate_per_s"],
+        networks=networks,
+        ca=row["ca"],
         retry=retry,
         retryable=retryable,
         blocks=row["on_dead_letter"] == "block",

@@ -8,13 +8,15 @@ names end in `_in` are for whoever makes several changes in one transaction.
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import asyncpg
 import orjson
 
 from outbox.core import declaration
+from outbox.core.endpoint import EndpointSettings
 from outbox.core.periods import waiting
 from outbox.core.signature import format_secret
 from outbox.errors import Conflict, UsageError
@@ -22,13 +24,12 @@ from outbox.store.changes import change, write_journal
 from outbox.store.endpoints import SETTINGS, not_found, settings_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator
     from uuid import UUID
 
     from asyncpg import Connection
 
     from outbox.core.declaration import Difference
-    from outbox.core.endpoint import EndpointSettings
 
 SECRET_BYTES = 32
 
@@ -43,24 +44,24 @@ SELECT b.high, coalesce(
   FROM batch b ORDER BY b.batch DESC LIMIT 1
 """
 
-ADD_ENDPOINT = """
-INSERT INTO endpoint (name, url, types, tenant, all_tenants, filter, method, headers,
-       connect_timeout_s, total_timeout_s, retry, retryable, on_dead_letter, backlog_count_max,
-       backlog_age_max_s, disable_after_s, checkpoint_every_s, lanes, state_by)
-VALUES ($1, $2, $3, $4, $5, $6, $7, $8::text::jsonb, $9, $10, $11::text::jsonb, $12, $13, $14,
-        $15, $16, $17, $18, $19)
-RETURNING id
-"""
+# Every setting is a column of the same name; $1 and $2 are the endpoint's id and what else
+# is written with it.
+_COLUMNS = [each.name for each in fields(EndpointSettings)]
+_VALUES = [
+    f"${i}::text::jsonb" if name in ("headers", "retry") else f"${i}"
+    for i, name in enumerate(_COLUMNS, start=3)
+]
 
-UPDATE_ENDPOINT = """
+ADD_ENDPOINT = f"""
+INSERT INTO endpoint (id, state_by, {", ".join(_COLUMNS)})
+VALUES ($1, $2, {", ".join(_VALUES)})
+"""  # noqa: S608 (constants only)
+
+UPDATE_ENDPOINT = f"""
 UPDATE endpoint
-   SET name = $1, url = $2, types = $3, tenant = $4, all_tenants = $5, filter = $6, method = $7,
-       headers = $8::text::jsonb, connect_timeout_s = $9, total_timeout_s = $10,
-       retry = $11::text::jsonb, retryable = $12, on_dead_letter = $13, backlog_count_max = $14,
-       backlog_age_max_s = $15, disable_after_s = $16, checkpoint_every_s = $17, lanes = $18,
-       generation = $19
- WHERE id = $20
-"""
+   SET generation = $2, {", ".join(map(" = ".join, zip(_COLUMNS, _VALUES, strict=True)))}
+ WHERE id = $1
+"""  # noqa: S608 (constants only)
 
 ADD_SECRET = """
 INSERT INTO endpoint_secret (endpoint_id, id, secret)
@@ -207,7 +208,8 @@ async def add_in(
     await _name_is_free(connection, settings.name)
     ids = await connection.fetchrow(READ_WAITING)
     secret = new_secret()
-    endpoint_id = await connection.fetchval(ADD_ENDPOINT, *_columns(settings), actor)
+    endpoint_id = uuid4()
+    await connection.execute(ADD_ENDPOINT, endpoint_id, actor, *_columns(settings))
     await connection.execute(ADD_SECRET, endpoint_id, secret)
     await begin_subscription(connection, from_batch, endpoint_id, settings)
     await connection.execute(ADD_LANES, endpoint_id, 1, settings.lanes, from_batch, 0)
@@ -254,7 +256,7 @@ async def update_in(
     # An endpoint that gets nothing new begins with these when it is enabled.
     if found.subscribed and settings.subscription != old.subscription:
         await begin_subscription(connection, from_batch, found.id, settings)
-    await connection.execute(UPDATE_ENDPOINT, *_columns(settings), generation, found.id)
+    await connection.execute(UPDATE_ENDPOINT, found.id, generation, *_columns(settings))
     told = {
         "name": old.name,
         "changes": {each.setting: [each.old, each.new] for each in differences},
@@ -320,27 +322,16 @@ async def _name_is_free(connection: Connection[Any], name: str) -> None:
         raise name_taken(name, row["state"])
 
 
-def _columns(settings: EndpointSettings) -> Sequence[Any]:
-    return (
-        settings.name,
-        settings.url,
-        list(settings.types),
-        settings.tenant,
-        settings.all_tenants,
-        settings.filter,
-        settings.method,
-        orjson.dumps(settings.headers).decode(),
-        settings.connect_timeout_s,
-        settings.total_timeout_s,
-        orjson.dumps(settings.retry.to_dict()).decode(),
-        None if settings.retryable is None else list(settings.retryable),
-        settings.on_dead_letter,
-        settings.backlog_count_max,
-        settings.backlog_age_max_s,
-        settings.disable_after_s,
-        settings.checkpoint_every_s,
-        settings.lanes,
-    )
+def _columns(settings: EndpointSettings) -> Iterator[Any]:
+    """The values of _COLUMNS."""
+    for name in _COLUMNS:
+        held = getattr(settings, name)
+        if name == "headers":
+            yield orjson.dumps(held).decode()
+        elif name == "retry":
+            yield orjson.dumps(held.to_dict()).decode()
+        else:
+            yield list(held) if isinstance(held, tuple) else held
 
 
 def _journalled(settings: EndpointSettings) -> dict[str, Any]:

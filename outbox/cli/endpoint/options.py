@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -54,6 +54,13 @@ _SECTIONS = {
     "no_headers": _CALLED,
     "connect_timeout_s": _CALLED,
     "total_timeout_s": _CALLED,
+    "in_flight_max": _CALLED,
+    "rate_per_s": _CALLED,
+    "no_limits": _CALLED,
+    "allow_networks": _CALLED,
+    "no_networks": _CALLED,
+    "ca": _CALLED,
+    "no_ca": _CALLED,
     "policy": _FAILS,
     "retryable": _FAILS,
     "on_dead_letter": _FAILS,
@@ -111,6 +118,33 @@ _SETTINGS = (
         help="For the whole request.  Default: 15s.",
     ),
     click.option(
+        "--in-flight-max",
+        type=int,
+        metavar="N",
+        help="At most N requests at once, over all lanes.  Default: one for each lane.",
+    ),
+    click.option(
+        "--rate",
+        "rate_per_s",
+        type=float,
+        metavar="N",
+        help="At most N requests begun in a second; 0.5 is one in two.  Default: no limit.",
+    ),
+    click.option(
+        "--allow-network",
+        "allow_networks",
+        multiple=True,
+        metavar="RANGE",
+        help="A private network that it may be in, with plain http and any port, such as "
+        "10.1.2.0/24; repeatable.  Default: what OUTBOX_ALLOW_NETWORKS opens.",
+    ),
+    click.option(
+        "--ca",
+        type=click.File(),
+        metavar="FILE",
+        help="Certificates (PEM) to trust instead of the system's authorities; - reads stdin.",
+    ),
+    click.option(
         "--policy",
         metavar="POLICY",
         help=f"When to try again: {', '.join(PRESETS)}, values such as base=5s,factor=2,cap=1h, or "
@@ -164,6 +198,9 @@ _TAKE_AWAY = (
     click.option("--no-filter", is_flag=True, help="Events whatever their payload."),
     click.option("--no-tenant", is_flag=True, help="Events of no tenant."),
     click.option("--no-headers", is_flag=True, help="Without the headers it has; before --header."),
+    click.option("--no-limits", is_flag=True, help="Without a limit of requests at once or rate."),
+    click.option("--no-networks", is_flag=True, help="Without private networks of its own."),
+    click.option("--no-ca", is_flag=True, help="With the system's authorities."),
     click.option("--no-checkpoints", is_flag=True, help="Without checkpoints."),
     click.option("--no-backlog", is_flag=True, help="Without a limit of number or age."),
 )
@@ -183,6 +220,19 @@ class Command(click.Command):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+def read_pem(file: IO[str], flag: str) -> str:
+    """A file of certificates or keys.
+
+    Raises:
+        UsageError: it is not text.
+    """
+    try:
+        return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not PEM, which is text"
+        raise UsageError(f"{flag}: {file.name}: {why}") from None
 
 
 def new_options(command: Callable[..., T]) -> Callable[..., T]:
@@ -222,6 +272,8 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "policy" in given:
         given["retry"] = retry.parse(given.pop("policy"))
+    if "ca" in given:
+        given["ca"] = read_pem(given["ca"], "--ca")
     if "header" in given:
         given["headers"] = dict(map(_header, given.pop("header")))
     match given.get("retryable"):
@@ -239,6 +291,7 @@ def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> Endpoint
         ("--no-filter", "--filter", "filter"),
         ("--no-tenant", "--tenant", "tenant"),
         ("--no-tenant", "--all-tenants", "all_tenants"),
+        ("--no-ca", "--ca", "ca"),
     ]
     for no, yes, field in clash:
         if no[2:].replace("-", "_") in values and field in values:
@@ -253,6 +306,12 @@ def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> Endpoint
         values["tenant"] = None
     if values.pop("no_checkpoints", False):
         values = {"checkpoint_every_s": None, **values}
+    if values.pop("no_ca", False):
+        values["ca"] = None
+    if values.pop("no_limits", False):
+        values = {"in_flight_max": None, "rate_per_s": None, **values}
+    if values.pop("no_networks", False):
+        values = {"allow_networks": (), **values}
     if values.pop("no_backlog", False):
         values = {"backlog_count_max": None, "backlog_age_max_s": None, **values}
     kept = {} if values.pop("no_headers", False) else dict(settings.headers)

@@ -82,8 +82,10 @@ def new_progress(lane_id: int, endpoint_id: UUID, floor_batch: int, epoch: int) 
 
 
 @answers(endpoint_changes.UPDATE_ENDPOINT)
-def update_endpoint(db: Database, tx: Transaction, *columns: Any) -> Steps:
-    *_, lanes, generation, endpoint_id = columns
+def update_endpoint(
+    db: Database, tx: Transaction, endpoint_id: UUID, generation: int, *columns: Any
+) -> Steps:
+    *_, lanes = columns
     yield Wait(db.endpoint, endpoint_id, UPDATE)
     tx.change(db.endpoint, endpoint_id, lanes=lanes, generation=generation)
     return "UPDATE 1"
