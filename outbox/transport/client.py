@@ -113,7 +113,7 @@ class AiohttpTransport:
         failure: Failure | None = None
         detail = ""
         try:
-            self._policy.check_url(request.url)
+            self._policy.check_url(request.url, request.networks)
             async with asyncio.timeout(request.total_timeout_s):
                 destination = self._destination(request.method, request.url)
                 connection = await self._connect(destination, request.connect_timeout_s)

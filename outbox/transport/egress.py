@@ -112,28 +112,38 @@ class EgressPolicy:
         # The same URLs are looked at before every attempt.
         self._good = lru_cache(maxsize=16_384)(self._check)
 
-    def refusal_of_url(self, url: str) -> str | None:
+    def refusal_of_url(self, url: str, networks: tuple[Network, ...] = ()) -> str | None:
         """Why a URL may not be delivered to; None: it may."""
         try:
-            self.check_url(url)
+            self.check_url(url, networks)
         except UsageError as error:
             return str(error).removeprefix("url: ")
         return None
 
-    def check_url(self, url: str) -> None:
+    def check_url(self, url: str, networks: tuple[Network, ...] = ()) -> None:
         """Refuse what can never be delivered to.
+
+        Args:
+            networks: opened for the endpoint, beside the relay's own.
 
         Raises:
             UsageError: one line that says what is wrong and what to do.
         """
-        self._good(url)
+        self._good(url, networks)
 
-    def refusal(self, address: str | Address, *, port: int, tls: bool) -> str | None:
-        """Why this address may not be connected to; None if it may."""
+    def refusal(
+        self, address: str | Address, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
+    ) -> str | None:
+        """Why this address may not be connected to; None if it may.
+
+        Args:
+            tls: whether the connection is encrypted.
+            networks: opened for the endpoint, beside the relay's own.
+        """
         ip = ip_address(address) if isinstance(address, str) else address
         # A socket for ::ffff:10.0.0.5 connects to 10.0.0.5.
         real = getattr(ip, "ipv4_mapped", None) or ip
-        if any(real in network for network in self.allow_networks):
+        if any(real in network for network in (*self.allow_networks, *networks)):
             return None
         what = _not_public(real)
         if what is not None:
@@ -142,7 +152,7 @@ class EgressPolicy:
             return _PLAIN
         return _wrong_port(port)
 
-    def _check(self, text: str) -> None:
+    def _check(self, text: str, networks: tuple[Network, ...]) -> None:
         if len(text) > URL_CHARS_MAX:
             raise UsageError(f"url: longer than {URL_CHARS_MAX} characters")
         if not _SENDABLE.fullmatch(text) or "\\" in text:
@@ -165,9 +175,11 @@ class EgressPolicy:
             raise UsageError("url: must not have a fragment (#…); it would never be sent")
         if port == 0:
             raise UsageError("url: port 0 cannot be connected to")
-        self._check_target(url.raw_host, url.port or 0, tls=url.scheme == "https")
+        self._check_target(url.raw_host, url.port or 0, networks, tls=url.scheme == "https")
 
-    def _check_target(self, host: str, port: int, *, tls: bool) -> None:
+    def _check_target(
+        self, host: str, port: int, networks: tuple[Network, ...], *, tls: bool
+    ) -> None:
         if "%" in host:
             raise UsageError("url: the host must not hold %")
         try:
@@ -175,12 +187,12 @@ class EgressPolicy:
         except ValueError:
             pass
         else:
-            if (why := self.refusal(address, port=port, tls=tls)) is not None:
+            if (why := self.refusal(address, port=port, tls=tls, networks=networks)) is not None:
                 raise UsageError(f"url: {why}")
             return
         if _NUMERIC.fullmatch(host):
             raise UsageError(f"url: {host} is not a host; write an address as four decimal numbers")
-        if self.allow_networks:
+        if self.allow_networks or networks:
             # Where the name leads, and so what is allowed, only its
             # connection shows.
             return

@@ -6,15 +6,29 @@ lanes, retries or signatures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from outbox.core.answer import Answer, Headers
+    from outbox.transport.egress import Network
 
 
 HEADER_BYTES_MAX = 16 * 1024
 """How much of an answer's headers is kept, names and values together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """What an endpoint's own TLS stands on; `transport.tls` checks both texts.
+
+    There is no switch here that trusts everybody, and nowhere else either.
+    """
+
+    ca: str | None = None
+    """Certificates (PEM) that are trusted for it, in place of the system's."""
+    identity: str | None = field(default=None, repr=False)
+    """The relay's own certificate, its chain, and its private key (PEM), for mutual TLS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +44,10 @@ class Request:
     total_timeout_s: float = 15.0
     """For everything, from the first look-up to the last byte that counts."""
     method: str = "POST"
+    networks: tuple[Network, ...] = ()
+    """Opened for this endpoint, beside what is open for the whole relay."""
+    tls: Tls | None = None
+    """None: the system's trust store, and no certificate of our own."""
 
 
 class Transport(Protocol):
@@ -47,6 +65,8 @@ class Transport(Protocol):
         * Within `total_timeout_s` there is an answer, however slowly the
           receiver drips.
         * Every address is checked right before it is connected to.
+        * A connection is used again only for requests with the same `networks`
+          and the same `tls`.
         * Cancelling closes the connection: the request may have arrived, but
           its answer is never taken for another's.
         """
