@@ -40,7 +40,7 @@ def sample(payload_bytes: int) -> tuple[dict[str, str], bytes]:
         headers=None,
     )
     headers, body = build(
-        delivery, previous_seq=12344, attempt=1, timestamp=int(time.time()), secrets=[b"s" * 32]
+        delivery, previous_seq=12344, attempt=1, timestamp=int(time.time()), keys=[b"s" * 32]
     )
     return dict(headers), body
 

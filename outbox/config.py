@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
+from outbox.core.keys import parse_keys
 from outbox.core.names import schema_name
 from outbox.core.periods import Keep
 from outbox.errors import UsageError
@@ -68,6 +69,12 @@ class Settings(BaseModel):
     )
     secret: SecretStr | None = Field(
         default=None, description="A receiver's signing secret, whsec_…, for `outbox listen`."
+    )
+    key: SecretStr | None = Field(
+        default=None,
+        description="Encrypts secrets in the database: signing secrets, values of endpoints' "
+        "headers, client certificates. `outbox rekey --generate` makes one. Several with spaces "
+        "between them: the first encrypts, all decrypt.",
     )
     lease_s: float = Field(
         default=5.0,
@@ -167,6 +174,13 @@ class Settings(BaseModel):
     @classmethod
     def _schema_name(cls, value: str) -> str:
         return schema_name(value)
+
+    @field_validator("key")
+    @classmethod
+    def _key(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            parse_keys(value.get_secret_value())
+        return value
 
     @field_validator("log_level", "log_format", mode="before")
     @classmethod

@@ -65,6 +65,8 @@ CREATE TABLE endpoint (
     -- Where a request may go beside the open internet, and whom it trusts there.
     allow_networks  text[]      NOT NULL DEFAULT '{}',
     ca              text,                     -- PEM; NULL: the system's authorities
+    identity        text,                     -- our own certificate and its key, for mutual TLS
+    identity_about  jsonb,                    -- what of it may be shown
 
     -- What happens when one fails.
     retry           jsonb       NOT NULL,     -- the numbers of a RetryPolicy
@@ -87,7 +89,10 @@ CREATE TABLE endpoint (
 -- A name is free again once its endpoint is removed.
 CREATE UNIQUE INDEX endpoint_name ON endpoint (name) WHERE state <> 'removed';
 
--- Signing secrets; two are live while one replaces the other.
+-- What signs, `whsec_…` or (ed25519) `whsk_…`; two are live while one replaces the other.
+--
+-- These, an endpoint's `identity`, and the values of its headers are secrets.  Where relays
+-- have a key they are encrypted: see outbox/store/vault.py.
 CREATE TABLE endpoint_secret (
     endpoint_id uuid        NOT NULL REFERENCES endpoint,
     id          integer     NOT NULL,
@@ -414,6 +419,7 @@ CREATE TABLE replica (
     name       text        NOT NULL,
     version    text        NOT NULL,
     pids       integer[]   NOT NULL,           -- its backends, ended at burial
+    keys       text[]      NOT NULL DEFAULT '{}', -- ids of those that it decrypts with
     renewals   bigint      NOT NULL DEFAULT 0, -- others watch this, not clocks
     lease_s    double precision NOT NULL,
     started_at timestamptz NOT NULL DEFAULT clock_timestamp(),

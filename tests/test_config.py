@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from outbox.config import Settings, load, secrets, variable
+from outbox.core.keys import format_key
 from outbox.errors import UsageError
 from outbox.web.address import Address
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SECRET = "hunter2xyz"
+KEY = format_key(b"k" * 32)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +53,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "pooled": "yes",
         "schema_name": "s",
         "secret": "whsec_x",
+        "key": KEY,
         "notify": "off",
         "allow_networks": "10.0.0.0/8,::1",
         "health": "localhost:9090",
@@ -82,12 +85,13 @@ def test_settings_do_not_change() -> None:
 
 def test_secrets_may_stand_in_files(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    path.write_text(f"{SECRET}\n")
-    assert secrets() == ["dsn", "secret"]
+    assert secrets() == ["dsn", "secret", "key"]
     for name in secrets():
+        text = KEY if name == "key" else SECRET
+        path.write_text(f"{text}\n")
         settings = load(env={f"{variable(name)}_FILE": str(path)})
-        assert getattr(settings, name).get_secret_value() == SECRET
-        assert SECRET not in repr(settings)
+        assert getattr(settings, name).get_secret_value() == text
+        assert text not in repr(settings)
         with pytest.raises(UsageError, match=f"{variable(name)}_FILE: /nowhere: No such file"):
             load(env={f"{variable(name)}_FILE": "/nowhere"})
         with pytest.raises(UsageError, match="are both set; keep one"):

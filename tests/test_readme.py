@@ -52,11 +52,11 @@ VOLATILE = (
     (r"[0-9a-f]{12}-\d+-\d+", "<lane>"),
     (r"whsec_\S+", "<secret>"),
     (r"obx_\S+", "<token>"),
+    (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+]00:00", "<date>"),
     (r"\b\d\d:\d\d:\d\d\b", "<time>"),
     (r"127\.0\.0\.1:\d+", "<address>"),
     (r"\S+:\d+$", "<process>"),
     (r"[+]?\b(\d+\.\d s|\d+(\.\d)? ms)\b", "<moment>"),
-    (r"\d{4}-\d\d-\d\d <time>[+]00:00", "<date>"),
     (r" +", " "),
 )
 

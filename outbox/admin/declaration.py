@@ -10,6 +10,8 @@ from outbox.core import declaration
 from outbox.errors import UsageError
 from outbox.store import endpoints
 from outbox.store.apply import Action, apply
+from outbox.store.vault import Vault
+from outbox.transport.checking import check_declared
 from outbox.transport.egress import EgressPolicy
 from outbox.views.endpoints import applied
 
@@ -71,8 +73,7 @@ async def _apply(call: Call[ApplyQuery, Declaration]) -> dict[str, Any]:
     declared = declaration.read({**said, "endpoints": list(said["endpoints"])})
     policy = EgressPolicy(call.settings.allow_networks)
     for each in declared:
-        if (why := policy.refusal_of_url(each.settings.url)) is not None:
-            raise UsageError(f"{each.place}.url: {why}")
+        check_declared(each, policy)
     outcome = await apply(
         call.db,
         call.schema,
@@ -81,6 +82,7 @@ async def _apply(call: Call[ApplyQuery, Declaration]) -> dict[str, Any]:
         prune=query.prune,
         give_up=query.give_up,
         dry_run=query.dry_run,
+        vault=Vault.of(call.settings),
     )
     return applied(outcome, dry_run=query.dry_run)
 
@@ -89,7 +91,7 @@ ROUTES = (
     Route(
         method="GET",
         path="/v1/declaration",
-        summary="All endpoints as a file declares them, headers as they are",
+        summary="All endpoints as a file declares them, headers without their values",
         handler=_export,
         scope="operate",
         query=Paging,

@@ -25,6 +25,7 @@ from outbox.admin.telling import teller
 from outbox.core import declaration
 from outbox.errors import Conflict, UsageError
 from outbox.store import (
+    destinations,
     endpoint_changes,
     endpoint_removal,
     endpoint_secrets,
@@ -35,7 +36,9 @@ from outbox.store.endpoint_removal import Removal
 from outbox.store.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.store.endpoint_states import Change
 from outbox.store.endpoints import EndpointRow, Hand, Health, LaneRow, SecretRow
+from outbox.store.vault import Vault
 from outbox.transport import trial
+from outbox.transport.checking import check
 from outbox.transport.egress import EgressPolicy
 from outbox.views import endpoints as views
 
@@ -59,7 +62,8 @@ class EndpointBody(Model):
     filter: str | None = None
     """An SQL/JSON path condition on the payload."""
     method: str | None = None
-    headers: dict[str, str] | None = None
+    headers: dict[str, str | None] | None = None
+    """A header that is null keeps the value that it has."""
     connect_timeout: float | str | None = None
     timeout: float | str | None = None
     in_flight_max: int | None = None
@@ -87,6 +91,13 @@ class EndpointBody(Model):
         return {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
 
 
+class NewEndpointBody(EndpointBody):
+    """Settings of a new endpoint, and how it is signed for."""
+
+    ed25519: bool = False
+    """Sign with a private key, and show the receiver's public one, instead of a secret."""
+
+
 class RemovalQuery(Model):
     give_up: bool = False
     """Never send what it is owed."""
@@ -105,10 +116,12 @@ class RotationBody(Model):
 
     overlap: Seconds = Field(default=OVERLAP_S, ge=0)
     """The old secret signs beside the new one for so long; 0: no longer."""
+    ed25519: bool = False
+    """A private key, of which the receiver is given the public one."""
 
 
 class Added(Shown):
-    """A new endpoint, with its signing secret, which is shown this once."""
+    """A new endpoint, with its signing secret, which is shown this once, or its public key."""
 
     id: UUID
     name: str
@@ -131,7 +144,7 @@ class Detail(Shown):
 
     endpoint: EndpointRow
     settings: dict[str, Any]
-    """By the names that files have for them; what looks like a credential is not shown."""
+    """By the names that files have for them; headers are without their values."""
     health: Health
     secrets: tuple[SecretRow, ...]
     lanes: tuple[LaneRow, ...]
@@ -175,17 +188,20 @@ async def _list(call: Call[Paging, None]) -> Page:
     return paged([to.endpoint(row) for row in rows], limit, lambda row: row.name)
 
 
-async def _add(call: Call[NoQuery, EndpointBody]) -> Reply:
+async def _add(call: Call[NoQuery, NewEndpointBody]) -> Reply:
     said = call.body.said()
     said["tenant"] = tenancy.forced(call.tenant, said.get("tenant"))
     for name in ("name", "url"):
         if said.get(name) is None:
             raise UsageError(f"{name}: is missing")
+    ed25519 = said.pop("ed25519", False)
     wanted = declaration.one(said)
     _hold_to_tenant(call, wanted)
     tenancy.require_name(call.tenant, wanted.name)
-    _policy(call).check_url(wanted.url)
-    made = await endpoint_changes.add(call.db, call.schema, wanted, actor=call.actor)
+    check(wanted, _policy(call))
+    made = await endpoint_changes.add(
+        call.db, call.schema, wanted, actor=call.actor, vault=_vault(call), ed25519=ed25519
+    )
     return Reply(views.added(made), 201)
 
 
@@ -201,18 +217,17 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
     for name in ("name", "url"):
         if name in said and said[name] is None:
             raise UsageError(f"{name}: must be a text")
-    if (url := said.get("url")) is not None:
-        _policy(call).check_url(url)
 
     def edit(there: Any) -> Any:
         wanted = declaration.one(said, there)
-        _hold_to_tenant(call, wanted)
+        _hold_to_tenant(call, wanted, there)
+        check(wanted, _policy(call), there)
         if wanted.name != there.name:
             tenancy.require_name(call.tenant, wanted.name)
         return wanted
 
     done = await endpoint_changes.update(
-        call.db, call.schema, call.path["name"], edit, actor=call.actor
+        call.db, call.schema, call.path["name"], edit, actor=call.actor, vault=_vault(call)
     )
     return views.updated(done)
 
@@ -262,16 +277,16 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
         call.path["name"],
         actor=call.actor,
         overlap_s=call.body.overlap,
+        vault=_vault(call),
+        ed25519=call.body.ed25519,
     )
 
 
 async def _test(call: Call[NoQuery, None]) -> Later:
-    found = await endpoints.get(call.db, call.schema, call.path["name"])
-    keys = await endpoints.signing_secrets(call.db, call.schema, found.row.id)
+    endpoint = await destinations.find(call.db, call.schema, call.path["name"], _vault(call))
 
     async def go() -> dict[str, Any]:
-        came = await trial.attempt(_policy(call), found.row.id, found.settings, keys)
-        return came.as_json()
+        return (await trial.attempt(_policy(call), endpoint)).as_json()
 
     return Later(go)
 
@@ -280,14 +295,27 @@ def _policy(call: Call[Any, Any]) -> EgressPolicy:
     return EgressPolicy(call.settings.allow_networks)
 
 
-def _hold_to_tenant(call: Call[Any, Any], wanted: Any) -> None:
-    """Keep a tenant's endpoints the tenant's.
+def _vault(call: Call[Any, Any]) -> Vault:
+    return Vault.of(call.settings)
+
+
+def _hold_to_tenant(call: Call[Any, Any], wanted: Any, there: Any = None) -> None:
+    """Keep a tenant's endpoints the tenant's, and out of networks that are not its own.
 
     Raises:
-        UsageError: it would be for another one, for all, or for none.
+        UsageError: it would be for another one, for all, or for none; or it would go
+            somewhere else in a network that an operator opened for where it goes.
     """
-    if call.tenant is not None and wanted.tenant != call.tenant:
+    if call.tenant is None:
+        return
+    if wanted.tenant != call.tenant:
         raise UsageError(f'tenant: this token is for "{call.tenant}" alone; leave it out')
+    if wanted.allow_networks != (() if there is None else there.allow_networks):
+        raise UsageError("allow_networks: only an operator opens a network, and no tenant's token")
+    if wanted.allow_networks and wanted.url != there.url:
+        raise UsageError(
+            "url: an operator opened a private network for the one that it has; ask for another"
+        )
 
 
 def _action(name: str, summary: str, handler: Any, answer: Any, body: Any = Why) -> Route:
@@ -322,7 +350,7 @@ ROUTES = (
         handler=_add,
         scope="operate",
         tenants=For.NARROWED,
-        body=EndpointBody,
+        body=NewEndpointBody,
         answers={201: Added},
     ),
     Route(

@@ -27,8 +27,9 @@ from outbox.admin.problem import Kind, Problem
 from outbox.admin.server import listening
 from outbox.core.request import prepare
 from outbox.core.token import is_fetch_token
-from outbox.errors import NotFound
+from outbox.errors import CannotRun, NotFound
 from outbox.store import destinations, fetch_tokens, fetching, resending
+from outbox.store.vault import CLEAR, Vault
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from outbox.admin.database import Database
     from outbox.admin.failures import FailedLogins
     from outbox.config import Settings
+    from outbox.core.signature import SigningKey
     from outbox.store.fetch_tokens import Fetcher
     from outbox.store.fetching import Fetched, Lane
     from outbox.web.address import Address
@@ -59,7 +61,12 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
     Raises:
         CannotRun: the address is taken, or not ours.
     """
-    async with listening(settings, address, application) as at:
+    vault = Vault.of(settings)
+
+    def make(database: Database, failures: FailedLogins) -> web.Application:
+        return application(database, failures, vault)
+
+    async with listening(settings, address, make) as at:
         log.info("receivers can fetch", url=at.url)
         if not is_loopback(address.host):
             log.warning(
@@ -70,10 +77,14 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
 
 
 def application(
-    database: Database, failures: FailedLogins, *, clock: Callable[[], float] = time.time
+    database: Database,
+    failures: FailedLogins,
+    vault: Vault = CLEAR,
+    *,
+    clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """The listener; `clock` tells epoch seconds, to sign with."""
-    receivers = _Receivers(database, failures, clock)
+    receivers = _Receivers(database, failures, vault, clock)
     app = web.Application(middlewares=[problems("there is no such path; there is /v1/lanes")])
     app.on_response_prepare.append(add_headers)
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
@@ -86,9 +97,14 @@ class _Receivers:
     """Answers who shows a fetch token."""
 
     def __init__(
-        self, database: Database, failures: FailedLogins, clock: Callable[[], float]
+        self,
+        database: Database,
+        failures: FailedLogins,
+        vault: Vault,
+        clock: Callable[[], float],
     ) -> None:
         self._database = database
+        self._vault = vault
         self._failures = failures
         self._clock = clock
 
@@ -133,16 +149,18 @@ class _Receivers:
             connection, schema, fetcher.endpoint_id, request.match_info["lane"]
         )
         found = await fetching.page(connection, schema, lane, after, limit)
-        endpoints = await destinations.read(connection, [fetcher.endpoint_id])
+        endpoints = await destinations.read(connection, [fetcher.endpoint_id], self._vault)
         if not endpoints:
             raise NotFound("the endpoint is removed")
         now = self._clock()
-        secrets = [secret for secret, until in endpoints[0].secrets if until is None or until > now]
+        if (why := endpoints[0].problem) is not None:
+            raise CannotRun(why)
+        keys = endpoints[0].secrets_at(now)
         last = found[-1].sequence if found else max(after, lane.acknowledged)
         return _lane(lane) | {
             # What lies between is not kept any more.
             "kept_from": found[0].sequence if found else last + 1,
-            "items": [_item(lane, each, int(now), secrets) for each in found],
+            "items": [_item(lane, each, int(now), keys) for each in found],
             "next": last if last < lane.acknowledged else None,
         }
 
@@ -192,7 +210,7 @@ def _lane(lane: Lane) -> dict[str, object]:
     }
 
 
-def _item(lane: Lane, fetched: Fetched, now: int, secrets: Sequence[bytes]) -> dict[str, object]:
+def _item(lane: Lane, fetched: Fetched, now: int, keys: Sequence[SigningKey]) -> dict[str, object]:
     item: dict[str, object] = {"sequence": fetched.sequence}
     if fetched.given_up is not None:
         item["given_up"] = fetched.given_up
@@ -204,7 +222,7 @@ def _item(lane: Lane, fetched: Fetched, now: int, secrets: Sequence[bytes]) -> d
         lane_ends=lane.ended and fetched.sequence == lane.last,
     )
     # No attempt: nobody tried to deliver it just now.
-    headers = dict(prepared.attempt(0, now, secrets))
+    headers = dict(prepared.attempt(0, now, keys))
     return item | {"headers": headers, "body": prepared.body.decode()}
 
 

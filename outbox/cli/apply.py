@@ -16,12 +16,13 @@ from outbox.cli.output import count, emit_json, safe, style
 from outbox.core import declaration
 from outbox.errors import UsageError
 from outbox.store.apply import apply
+from outbox.store.vault import Vault
+from outbox.transport.checking import check_declared
 from outbox.transport.egress import EgressPolicy
 from outbox.views.endpoints import applied
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.core.declaration import Declared
     from outbox.store.apply import Outcome
 
 _SIGNS = {"add": "+", "change": "~", "remove": "-", "keep": "="}
@@ -74,9 +75,13 @@ def command(
         raise UsageError("--give-up is about what --prune removes; say both")
     try:
         declared = declaration.read(_document(path))
-        _check_urls(declared, EgressPolicy(settings.allow_networks))
+        policy = EgressPolicy(settings.allow_networks)
+        for each in declared:
+            check_declared(each, policy)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+
+    vault = Vault.of(settings)
 
     async def go() -> Outcome:
         async with database(settings) as connection:
@@ -88,6 +93,7 @@ def command(
                 prune=prune,
                 give_up=give_up,
                 dry_run=dry_run,
+                vault=vault,
             )
 
     try:
@@ -122,14 +128,6 @@ def _show(outcome: Outcome, *, dry_run: bool) -> None:
         click.echo(f"{changes} changed")
     if any(step.secret for step in outcome.steps):
         click.echo("Keep the secrets now: they are not shown again.", err=True)
-
-
-def _check_urls(declared: list[Declared], policy: EgressPolicy) -> None:
-    for each in declared:
-        try:
-            policy.check_url(each.settings.url)
-        except UsageError as error:
-            raise UsageError(f"{each.place}.{error}") from None
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]

@@ -55,6 +55,7 @@ COMMANDS = (
     Entry("migrate", "Make the schema, or bring it up to date.", _SET_UP),
     Entry("endpoint", "Add, change, pause, test and remove destinations.", _SET_UP),
     Entry("apply", "Make endpoints what a file declares.", _SET_UP),
+    Entry("rekey", "Encrypt the secrets in the database, or with another key.", _SET_UP),
     Entry("token", "Add, list and revoke tokens of the HTTP API.", _SET_UP),
     Entry("publish", "Publish one event.", _WORK),
     Entry("schedule", "Publish events by the clock, again and again.", _WORK),
@@ -134,14 +135,13 @@ First steps:
   outbox endpoint add billing https://example.com/hooks --type "order.*"
   outbox relay &
   outbox publish order.paid --key order-7 --payload '{"order": 7}'
-
-Settings are flags, then OUTBOX_* variables, then outbox.toml.
 """,
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
     """Deliver events out of PostgreSQL transactions: in order, numbered, signed.
     Applications insert events; the relay sends them to whoever wants them.
+    Settings are flags, then OUTBOX_* variables, then outbox.toml.
     """
 
 

@@ -9,7 +9,8 @@
         retry: {preset: plane, attempts: 8}
 
 What is left out, or null, is the default; lists and mappings replace those of
-`defaults` as a whole.  An endpoint with an `id` is that endpoint, so another
+`defaults` as a whole.  A header that is null has the value that it has: values may be
+credentials, and are never told.  An endpoint with an `id` is that endpoint, so another
 name renames it.  A mistake names its place: `endpoints[2].retry.base: …`.
 """
 
@@ -63,6 +64,19 @@ class Declared:
     """Such as `endpoints[2]`, for messages."""
     id: UUID | None
     settings: EndpointSettings
+    kept_headers: tuple[str, ...] = ()
+    """Headers without a value here: they keep the one that they have."""
+
+    def settings_over(self, there: EndpointSettings | None) -> EndpointSettings:
+        """The settings, with the headers whose values stay.
+
+        Args:
+            there: the endpoint's settings as they are; None: it is new.
+
+        Raises:
+            UsageError: it has no such header.
+        """
+        return _with_kept(self.settings, self.kept_headers, there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,9 @@ def read(document: object) -> list[Declared]:
     _known(document, ("defaults", "endpoints"), "the file")
     defaults = _mapping(document.get("defaults") or {}, "defaults")
     _known(defaults, [name for name in FIELDS if name not in ("name", "url")], "defaults")
-    _settings({"name": "-", "url": "-", **defaults}, "defaults")
+    trial = {"name": "-", "url": "-", **defaults}
+    _take_kept(trial)
+    _settings(trial, "defaults")
     declared: list[Declared] = []
     for i, each in enumerate(document["endpoints"]):
         place = f"endpoints[{i}]"
@@ -96,7 +112,8 @@ def read(document: object) -> list[Declared]:
                 raise UsageError(f"{place}.{name}: is missing")
         merged = {**defaults, **values}
         endpoint_id = _id(merged.pop("id", None), place)
-        declared.append(Declared(place, endpoint_id, _settings(merged, place)))
+        kept = _take_kept(merged)
+        declared.append(Declared(place, endpoint_id, _settings(merged, place), kept))
     _unique(declared)
     return declared
 
@@ -111,11 +128,13 @@ def one(values: Mapping[str, Any], there: EndpointSettings | None = None) -> End
         UsageError: something is wrong; the message begins with its name.
     """
     _known(values, list(FIELDS), "an endpoint")
+    values = dict(values)
+    kept = _take_kept(values)
     given = {FIELDS[name]: _read(name, each) for name, each in values.items() if each is not None}
     if there is None:
-        return EndpointSettings(**given)
+        return _with_kept(EndpointSettings(**given), kept, None)
     usual = {FIELDS[n]: getattr(_DEFAULTS, FIELDS[n]) for n, each in values.items() if each is None}
-    return replace(there, **given, **usual)
+    return _with_kept(replace(there, **given, **usual), kept, there)
 
 
 def write(settings: EndpointSettings) -> dict[str, Any]:
@@ -133,6 +152,9 @@ def value(settings: EndpointSettings, name: str) -> Any:
     held = getattr(settings, field)
     if held is None:
         return None
+    if name == "headers":
+        # Nobody is told what may be a credential; null keeps it.
+        return dict.fromkeys(held)
     if isinstance(held, retry.RetryPolicy):
         return retry.describe(held)
     if isinstance(held, tuple):
@@ -165,6 +187,29 @@ def _told(settings: EndpointSettings, name: str, *, changed: bool = False) -> st
     if isinstance(held, bool):
         return "yes" if held else "no"
     return " ".join(held) if isinstance(held, list) else str(held)
+
+
+def _take_kept(values: dict[str, Any]) -> tuple[str, ...]:
+    """Take headers without a value out of what was said; returns their names."""
+    headers = values.get("headers")
+    if not isinstance(headers, dict):
+        return ()
+    values["headers"] = {name: value for name, value in headers.items() if value is not None}
+    return tuple(str(name) for name, value in headers.items() if value is None)
+
+
+def _with_kept(
+    settings: EndpointSettings, kept: Sequence[str], there: EndpointSettings | None
+) -> EndpointSettings:
+    if not kept:
+        return settings
+    has = {} if there is None else {name.lower(): name for name in there.headers}
+    headers = dict(settings.headers)
+    for name in kept:
+        if there is None or name.lower() not in has:
+            raise UsageError(f"headers.{name}: has no value here, and none that could stay")
+        headers[name] = there.headers[has[name.lower()]]
+    return replace(settings, headers=headers)
 
 
 def _settings(values: Mapping[str, Any], place: str) -> EndpointSettings:

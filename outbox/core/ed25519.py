@@ -3,22 +3,19 @@
 The receiver holds a public key, `whpk_…`, with which nobody can sign; the sender's is
 `whsk_…`.  Signatures are of version `v1a`.
 
-Needs `cryptography`, which is looked for when a key is read, not before: most
-receivers share a secret with their sender instead.
+`cryptography` is loaded when a key is read, not before: most receivers share a secret
+with their sender instead, and need not wait for it.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 from typing import TYPE_CHECKING
 
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
         Ed25519PrivateKey,
         Ed25519PublicKey,
@@ -72,38 +69,29 @@ def parse_public_key(text: str) -> PublicKey:
     """The key inside `whpk_…`.
 
     Raises:
-        UsageError: it is not one, or `cryptography` is not installed.
+        UsageError: it is not one.
     """
-    key = _key(text, PUBLIC_PREFIX, (KEY_BYTES,))
-    with _cryptography():
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-        return PublicKey(Ed25519PublicKey.from_public_bytes(key))
+    key = _key(text, PUBLIC_PREFIX, (KEY_BYTES,))
+    return PublicKey(Ed25519PublicKey.from_public_bytes(key))
+
+
+def format_private_key(key: bytes) -> str:
+    """`whsk_…` of a private key of 32 bytes."""
+    return PRIVATE_PREFIX + base64.b64encode(key).decode("ascii")
 
 
 def parse_private_key(text: str) -> PrivateKey:
     """The key inside `whsk_…`.
 
     Raises:
-        UsageError: it is not one, or `cryptography` is not installed; the message
-            never shows the key.
+        UsageError: it is not one; the message never shows the key.
     """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     key = _key(text, PRIVATE_PREFIX, (KEY_BYTES, PAIR_BYTES))
-    with _cryptography():
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-        return PrivateKey(Ed25519PrivateKey.from_private_bytes(key[:KEY_BYTES]))
-
-
-@contextlib.contextmanager
-def _cryptography() -> Iterator[None]:
-    """Says in one line what to install where it is missing."""
-    try:
-        yield
-    except ImportError:
-        raise UsageError(
-            "key: ed25519 needs cryptography: pip install 'outbox-relay[ed25519]'"
-        ) from None
+    return PrivateKey(Ed25519PrivateKey.from_private_bytes(key[:KEY_BYTES]))
 
 
 def _key(text: str, prefix: str, sizes: tuple[int, ...]) -> bytes:

@@ -27,7 +27,7 @@ import orjson
 
 from outbox.core.headers import merge
 from outbox.core.identity import delivery_id
-from outbox.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign
+from outbox.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER, sign_with
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from uuid import UUID
 
     from outbox.core.answer import Headers
+    from outbox.core.signature import SigningKey
 
 USER_AGENT = "outbox-relay"
 """Without a version: it is nobody's business at the other end."""
@@ -106,14 +107,12 @@ class Prepared:
     headers: Headers
     body: bytes
 
-    def attempt(self, number: int, timestamp: int, secrets: Sequence[bytes]) -> Headers:
+    def attempt(self, number: int, timestamp: int, keys: Sequence[SigningKey]) -> Headers:
         """All headers of the attempt `number` (from 1), signed at `timestamp`.
 
-        One signature for each secret: two while one replaces the other.
+        One signature for each key: two while one replaces the other.
         """
-        signatures = " ".join(
-            sign(secret, self.message_id, timestamp, self.body) for secret in secrets
-        )
+        signatures = " ".join(sign_with(key, self.message_id, timestamp, self.body) for key in keys)
         return (
             *self.headers,
             ("X-Attempt", str(number)),
@@ -161,14 +160,14 @@ def build(
     previous_seq: int,
     attempt: int,
     timestamp: int,
-    secrets: Sequence[bytes],
+    keys: Sequence[SigningKey],
 ) -> tuple[Headers, bytes]:
     """Headers and body of one attempt; `timestamp` is in epoch seconds.
 
     Whoever makes several attempts keeps what `prepare` returns.
     """
     prepared = prepare(delivery, previous_seq)
-    return prepared.attempt(attempt, timestamp, secrets), prepared.body
+    return prepared.attempt(attempt, timestamp, keys), prepared.body
 
 
 def rfc3339(at: datetime) -> str:

@@ -26,7 +26,13 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from outbox.core.ed25519 import PUBLIC_PREFIX, PublicKey, parse_public_key
+from outbox.core.ed25519 import (
+    PRIVATE_PREFIX,
+    PUBLIC_PREFIX,
+    PublicKey,
+    parse_private_key,
+    parse_public_key,
+)
 from outbox.errors import OutboxError, UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +42,8 @@ if TYPE_CHECKING:
 
 Key: TypeAlias = bytes | PublicKey
 """What a signature is checked with: a secret, or a public key."""
+SigningKey: TypeAlias = "bytes | PrivateKey"
+"""What signs: a secret that the receiver has, too, or a private key."""
 
 SECRET_PREFIX = "whsec_"  # noqa: S105  a prefix, not a secret
 SECRET_BYTES_MIN = 24
@@ -147,6 +155,22 @@ def sign(secret: bytes, message_id: str, timestamp: int, body: bytes) -> str:
 def sign_ed25519(key: PrivateKey, message_id: str, timestamp: int, body: bytes) -> str:
     """One signature, `v1a,…`; `timestamp` is in epoch seconds."""
     return f"{_ED25519},{key.sign(f'{message_id}.{timestamp}.'.encode() + body)}"
+
+
+def sign_with(key: SigningKey, message_id: str, timestamp: int, body: bytes) -> str:
+    """One signature of the version that the key is for; `timestamp` is in epoch seconds."""
+    if isinstance(key, bytes):
+        return sign(key, message_id, timestamp, body)
+    return sign_ed25519(key, message_id, timestamp, body)
+
+
+def parse_signing_key(text: str) -> SigningKey:
+    """The secret inside `whsec_…`, or the private key inside `whsk_…`.
+
+    Raises:
+        UsageError: it is neither; the message never shows it.
+    """
+    return parse_private_key(text) if text.startswith(PRIVATE_PREFIX) else parse_secret(text)
 
 
 def parse_key(text: str) -> Key:

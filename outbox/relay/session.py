@@ -41,6 +41,7 @@ from outbox.store.records import RecordStore
 from outbox.store.replicas import WORKERS, ReplicaStore, application_name
 from outbox.store.retention import RetentionStore
 from outbox.store.ticking import TickStore
+from outbox.store.vault import Vault
 
 if TYPE_CHECKING:
     import random
@@ -118,6 +119,7 @@ class Session:
         self._open: list[Worker] = []
         # Set when a connection was closed, whoever did it.
         self._closed = asyncio.Event()
+        self._vault = Vault.of(settings)
         self._listening = settings.notify and not settings.pooled
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -170,7 +172,7 @@ class Session:
             lambda: dispatcher.lanes(),
         )
         dispatcher = Dispatcher(
-            LaneStore(for_reader),
+            LaneStore(for_reader, self._vault),
             recorder,
             self._transport,
             lease_left_s,
@@ -183,7 +185,7 @@ class Session:
         )
         ownership = Ownership(
             replicas,
-            LaneStore(control),
+            LaneStore(control, self._vault),
             dispatcher,
             recorder,
             me,
@@ -344,7 +346,9 @@ class Session:
         with answering(control, settings.lease_s, "register a replica"):
             # When everything is there that it takes to renew the lease in time.
             started_at = clock()
-            said = await replicas.register(me, self._name, self._version, settings.lease_s, pids)
+            said = await replicas.register(
+                me, self._name, self._version, settings.lease_s, pids, self._vault.key_ids
+            )
         return _Registered(me, here, control, tuple(others), said, started_at)
 
     async def _connect(self, name: str) -> Worker:

@@ -25,6 +25,7 @@ from outbox.store.endpoint_changes import (
 )
 from outbox.store.endpoint_removal import COUNT_OWED, StillOwed, remove_in
 from outbox.store.endpoints import SETTINGS
+from outbox.store.vault import CLEAR
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from outbox.core.declaration import Declared, Difference
     from outbox.core.endpoint import EndpointSettings
+    from outbox.store.vault import Vault
 
 Action = Literal["add", "change", "remove", "keep"]
 
@@ -98,6 +100,7 @@ async def apply(
     prune: bool = False,
     give_up: bool = False,
     dry_run: bool = False,
+    vault: Vault = CLEAR,
 ) -> Outcome:
     """Make the endpoints what a file declares.
 
@@ -108,25 +111,28 @@ async def apply(
     Raises:
         UsageError: something of it cannot be; the message names the place in
             the file, and nothing was changed.
+        Locked: a secret would be written, and those here are encrypted with a key that
+            the vault has not.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
     with map_errors(schema):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
-            work, others = await _plan(connection, declared, prune=prune, give_up=give_up)
+            work, others = await _plan(connection, declared, vault, prune=prune, give_up=give_up)
     planned = Outcome(tuple(each.step for each in work), others)
     if dry_run or not planned.changes:
         return planned
     async with change(connection, schema) as from_batch:
         work, others = await _plan(
-            connection, declared, prune=prune, give_up=give_up, lock=LOCK_ALL
+            connection, declared, vault, prune=prune, give_up=give_up, lock=LOCK_ALL
         )
-        steps = await _carry_out(connection, from_batch, work, actor, give_up=give_up)
+        steps = await _carry_out(connection, from_batch, work, actor, vault, give_up=give_up)
     return Outcome(steps, others)
 
 
 async def _plan(
     connection: Connection[Any],
     declared: Sequence[Declared],
+    vault: Vault,
     *,
     prune: bool,
     give_up: bool,
@@ -134,7 +140,7 @@ async def _plan(
 ) -> tuple[list[_Work], tuple[str, ...]]:
     """What has to be done, removals first, and who is left alone."""
     rows = await connection.fetch(READ_ALL + lock)
-    there = {row["id"]: Found.of(row) for row in rows}
+    there = {row["id"]: Found.of(row, vault) for row in rows}
     matches = _match(declared, there)
     matched = {found.id for found in matches.values()}
     rest = [found for found in there.values() if found.id not in matched]
@@ -157,9 +163,10 @@ async def _plan(
         if state is not None:
             raise Conflict(f"{each.place}.name: {name_taken(name, state)}")
         with _at(each.place):
-            await check_filter(connection, each.settings)
-            step = _step(match, each.settings)
-        work.append(_Work(step, each.place, match, each.settings))
+            settings = each.settings_over(match.settings if match else None)
+            await check_filter(connection, settings)
+            step = _step(match, settings)
+        work.append(_Work(step, each.place, match, settings))
     return work, () if prune else tuple(found.name for found in rest)
 
 
@@ -194,6 +201,7 @@ async def _carry_out(
     from_batch: int,
     work: Sequence[_Work],
     actor: str,
+    vault: Vault,
     *,
     give_up: bool,
 ) -> tuple[Step, ...]:
@@ -217,7 +225,7 @@ async def _carry_out(
             elif found is not None and settings is not None:
                 await update_in(connection, from_batch, found, settings, actor)
             elif settings is not None:
-                made = await add_in(connection, from_batch, settings, actor)
+                made = await add_in(connection, from_batch, settings, actor, vault)
                 step = replace(step, id=made.id, secret=made.secret)
         steps.append(step)
     return tuple(steps)

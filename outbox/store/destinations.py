@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,11 @@ from outbox.core.answer import RETRYABLE
 from outbox.core.health import HealthRecord, State
 from outbox.core.operational import Told
 from outbox.core.retry import STANDARD, RetryPolicy
-from outbox.core.signature import parse_secret
-from outbox.errors import UsageError
+from outbox.core.signature import parse_signing_key
+from outbox.errors import CannotRun, UsageError
+from outbox.store.connect import map_errors
+from outbox.store.endpoints import not_found
+from outbox.store.vault import IDENTITY, SIGNING, Locked, locked_values
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -24,13 +27,15 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.core.answer import Headers
+    from outbox.core.signature import SigningKey
+    from outbox.store.vault import Vault
 
 TIMEOUT_S_MAX = 3600.0
 
 READ_ENDPOINTS = """
 SELECT e.id, e.name, e.state, e.url, e.method, e.headers::text AS headers,
        e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.allow_networks,
-       e.ca, e.retry::text AS retry, e.retryable, e.on_dead_letter, e.backlog_count_max,
+       e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter, e.backlog_count_max,
        e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s, e.generation, e.resumes,
        h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
        h.last_answer::text AS last_answer, h.told_held_since, h.told_stalled_at,
@@ -41,6 +46,8 @@ SELECT e.id, e.name, e.state, e.url, e.method, e.headers::text AS headers,
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
  WHERE e.id = ANY ($1)
 """
+
+FIND_ID = "SELECT id FROM endpoint WHERE name = $1 AND state <> 'removed'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +60,8 @@ class Endpoint:
     """The operator's word: `active`, `paused`, `disabling`, `removing`, …"""
     url: str
     method: str
-    headers: Headers
-    secrets: tuple[tuple[bytes, float | None], ...]
+    headers: Headers = field(repr=False)
+    secrets: tuple[tuple[SigningKey, float | None], ...] = field(repr=False)
     """With the time at which each ends; None: it does not."""
     connect_timeout_s: float
     total_timeout_s: float
@@ -63,6 +70,9 @@ class Endpoint:
     networks: tuple[IPv4Network | IPv6Network, ...]
     """Opened for it, beside those that the relay opens."""
     ca: str | None
+    """Certificates (PEM) that are trusted instead of the system's."""
+    identity: str | None = field(repr=False)
+    """Our own certificate and its key (PEM), for mutual TLS."""
     retry: RetryPolicy
     retryable: frozenset[int]
     blocks: bool
@@ -94,41 +104,70 @@ class Endpoint:
         """Whether deliveries may be sent to it, now or when it is resumed."""
         return not self.ends and self.problem is None
 
-    def secrets_at(self, now: float) -> list[bytes]:
-        """The secrets to sign with; while one replaces the other, both."""
+    def secrets_at(self, now: float) -> list[SigningKey]:
+        """What to sign with; while one replaces the other, both."""
         return [secret for secret, ends_at in self.secrets if ends_at is None or now < ends_at]
 
 
-async def read(connection: Connection[Any], endpoint_ids: Collection[UUID]) -> list[Endpoint]:
+async def read(
+    connection: Connection[Any], endpoint_ids: Collection[UUID], vault: Vault
+) -> list[Endpoint]:
     """The endpoints as they are set up now; asyncpg's errors pass through."""
-    return [_endpoint(r) for r in await connection.fetch(READ_ENDPOINTS, list(endpoint_ids))]
+    rows = await connection.fetch(READ_ENDPOINTS, list(endpoint_ids))
+    return [_endpoint(row, vault) for row in rows]
 
 
-def _endpoint(row: Any) -> Endpoint:
+async def find(connection: Connection[Any], schema: str, name: str, vault: Vault) -> Endpoint:
+    """The endpoint of this name, for whoever sends something to it just now.
+
+    Raises:
+        NotFound: there is none.
+        CannotRun: it cannot be sent to as it is set up, or from here.
+    """
+    with map_errors(schema):
+        endpoint_id = await connection.fetchval(FIND_ID, name)
+        found = [] if endpoint_id is None else await read(connection, [endpoint_id], vault)
+        if not found:
+            raise await not_found(connection, name)
+    if found[0].problem is not None:
+        raise CannotRun(f'endpoint "{name}": {found[0].problem}')
+    return found[0]
+
+
+def _endpoint(row: Any, vault: Vault) -> Endpoint:
     """An endpoint; one that is set up wrongly must not keep the others waiting."""
     retry, retryable, problem = STANDARD, RETRYABLE, None
-    secrets: tuple[tuple[bytes, float | None], ...] = ()
+    secrets: tuple[tuple[SigningKey, float | None], ...] = ()
+    endpoint_id, own, identity = row["id"], {}, None
     timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     try:
         retry = RetryPolicy.from_dict(orjson.loads(row["retry"]))
         if row["retryable"] is not None:
             retryable = statuses.parse(row["retryable"])
-        secrets = tuple((parse_secret(s), at and at.timestamp()) for s, at in row["secrets"])
+        secrets = tuple(
+            (parse_signing_key(vault.open(text, endpoint_id, SIGNING)), at and at.timestamp())
+            for text, at in row["secrets"]
+        )
         if not secrets:
             raise UsageError("secret: there is none to sign with")
         if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
             raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
         networks = tuple(map(ip_network, row["allow_networks"]))
-    except (UsageError, TypeError, ValueError) as error:
+        own = vault.open_headers(orjson.loads(row["headers"]), endpoint_id)
+        for locked in locked_values(own):
+            raise Locked(locked.why)
+        if row["identity"] is not None:
+            identity = vault.open(row["identity"], endpoint_id, IDENTITY)
+    except (Locked, UsageError, TypeError, ValueError) as error:
         problem = str(error)
     return Endpoint(
-        id=row["id"],
+        id=endpoint_id,
         name=row["name"],
         state=row["state"],
         url=row["url"],
         method=row["method"],
-        headers=headers.own(orjson.loads(row["headers"])),
+        headers=headers.own(own),
         secrets=secrets,
         connect_timeout_s=timeouts[0],
         total_timeout_s=timeouts[1],
@@ -136,6 +175,7 @@ def _endpoint(row: Any) -> Endpoint:
         rate_per_s=row["rate_per_s"],
         networks=networks,
         ca=row["ca"],
+        identity=identity,
         retry=retry,
         retryable=retryable,
         blocks=row["on_dead_letter"] == "block",

@@ -16,20 +16,23 @@ import asyncpg
 import orjson
 
 from outbox.core import declaration
+from outbox.core.ed25519 import KEY_BYTES, format_private_key
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.periods import waiting
-from outbox.core.signature import format_secret
+from outbox.core.signature import format_secret, parse_signing_key
 from outbox.errors import Conflict, UsageError
 from outbox.store.changes import change, write_journal
 from outbox.store.endpoints import SETTINGS, not_found, settings_of
+from outbox.store.vault import CLEAR, SIGNING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from uuid import UUID
 
     from asyncpg import Connection
 
     from outbox.core.declaration import Difference
+    from outbox.store.vault import Vault
 
 SECRET_BYTES = 32
 
@@ -120,7 +123,7 @@ READ_FILTER = "SELECT ('$ ? (' || $1::text || ')')::jsonpath::text"
 
 @dataclass(frozen=True, slots=True)
 class NewEndpoint:
-    """What `add` made; the secret is shown this once."""
+    """What `add` made; the secret is shown this once, or is the public key (`whpk_…`)."""
 
     id: UUID
     name: str
@@ -143,16 +146,18 @@ class Found:
     generation: int
     subscribed: bool
     row: Any
+    vault: Vault
 
     @classmethod
-    def of(cls, row: Any) -> Found:
+    def of(cls, row: Any, vault: Vault) -> Found:
         """From a row with these columns and those of SETTINGS."""
-        return cls(row["id"], row["name"], row["state"], row["generation"], row["subscribed"], row)
+        known = (row["id"], row["name"], row["state"], row["generation"], row["subscribed"])
+        return cls(*known, row, vault)
 
     @property
     def settings(self) -> EndpointSettings:
         """Read when asked for: one that cannot be read can still be removed."""
-        return settings_of(self.row)
+        return settings_of(self.row, self.vault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +170,27 @@ class Updated:
 
 
 async def add(
-    connection: Connection[Any], schema: str, settings: EndpointSettings, *, actor: str
+    connection: Connection[Any],
+    schema: str,
+    settings: EndpointSettings,
+    *,
+    actor: str,
+    vault: Vault = CLEAR,
+    ed25519: bool = False,
 ) -> NewEndpoint:
     """Add an endpoint; it gets what is not sequenced yet, and everything after it.
 
+    Args:
+        ed25519: its deliveries are signed with a private key, of which the receiver is
+            given the public one.
+
     Raises:
         UsageError: the name is taken, or the database cannot read the filter.
+        Locked: secrets are encrypted here with a key that the vault has not.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
     async with change(connection, schema) as from_batch:
-        return await add_in(connection, from_batch, settings, actor)
+        return await add_in(connection, from_batch, settings, actor, vault, ed25519=ed25519)
 
 
 async def update(
@@ -184,6 +200,7 @@ async def update(
     edit: Callable[[EndpointSettings], EndpointSettings],
     *,
     actor: str,
+    vault: Vault = CLEAR,
 ) -> Updated:
     """Change settings; another name keeps the id.
 
@@ -194,23 +211,33 @@ async def update(
         NotFound: there is none of that name.
         UsageError: a setting is wrong, the new name is taken, or the endpoint
             is being removed.
+        Locked: a header is new, and those here are encrypted with a key that the vault
+            has not.
     """
     async with change(connection, schema) as from_batch:
-        found = await lock(connection, name)
+        found = await lock(connection, name, vault)
         return await update_in(connection, from_batch, found, edit(found.settings), actor)
 
 
 async def add_in(
-    connection: Connection[Any], from_batch: int, settings: EndpointSettings, actor: str
+    connection: Connection[Any],
+    from_batch: int,
+    settings: EndpointSettings,
+    actor: str,
+    vault: Vault = CLEAR,
+    *,
+    ed25519: bool = False,
 ) -> NewEndpoint:
     """`add` in a change that is under way."""
+    await vault.hold_to_key(connection)
     await check_filter(connection, settings)
     await _name_is_free(connection, settings.name)
     ids = await connection.fetchrow(READ_WAITING)
-    secret = new_secret()
+    secret = new_secret(ed25519=ed25519)
     endpoint_id = uuid4()
-    await connection.execute(ADD_ENDPOINT, endpoint_id, actor, *_columns(settings))
-    await connection.execute(ADD_SECRET, endpoint_id, secret)
+    headers = vault.seal_headers(settings.headers, endpoint_id)
+    await connection.execute(ADD_ENDPOINT, endpoint_id, actor, *_columns(settings, headers))
+    await connection.execute(ADD_SECRET, endpoint_id, vault.seal(secret, endpoint_id, SIGNING))
     await begin_subscription(connection, from_batch, endpoint_id, settings)
     await connection.execute(ADD_LANES, endpoint_id, 1, settings.lanes, from_batch, 0)
     await connection.execute(ADD_HEALTH, endpoint_id)
@@ -221,7 +248,7 @@ async def add_in(
         id=endpoint_id,
         name=settings.name,
         url=settings.url,
-        secret=secret,
+        secret=shown(secret),
         lanes=settings.lanes,
         types=settings.types,
         from_batch=from_batch,
@@ -256,7 +283,11 @@ async def update_in(
     # An endpoint that gets nothing new begins with these when it is enabled.
     if found.subscribed and settings.subscription != old.subscription:
         await begin_subscription(connection, from_batch, found.id, settings)
-    await connection.execute(UPDATE_ENDPOINT, found.id, generation, *_columns(settings))
+    headers = orjson.loads(found.row["headers"])
+    if settings.headers != old.headers:
+        await found.vault.hold_to_key(connection)
+        headers = found.vault.seal_headers(settings.headers, found.id)
+    await connection.execute(UPDATE_ENDPOINT, found.id, generation, *_columns(settings, headers))
     told = {
         "name": old.name,
         "changes": {each.setting: [each.old, each.new] for each in differences},
@@ -266,7 +297,7 @@ async def update_in(
     return Updated(found.id, settings.name, differences)
 
 
-async def lock(connection: Connection[Any], name: str) -> Found:
+async def lock(connection: Connection[Any], name: str, vault: Vault = CLEAR) -> Found:
     """The endpoint of this name, locked for the rest of the change.
 
     Raises:
@@ -275,7 +306,7 @@ async def lock(connection: Connection[Any], name: str) -> Found:
     row = await connection.fetchrow(LOCK_ENDPOINT, name)
     if row is None:
         raise await not_found(connection, name)
-    return Found.of(row)
+    return Found.of(row, vault)
 
 
 async def begin_subscription(
@@ -302,9 +333,17 @@ async def check_filter(connection: Connection[Any], settings: EndpointSettings) 
         raise UsageError(f"filter: the database cannot read it: {why}") from None
 
 
-def new_secret() -> str:
-    """A signing secret, `whsec_…`."""
+def new_secret(*, ed25519: bool = False) -> str:
+    """A signing secret, `whsec_…`, or a private key, `whsk_…`."""
+    if ed25519:
+        return format_private_key(secrets.token_bytes(KEY_BYTES))
     return format_secret(secrets.token_bytes(SECRET_BYTES))
+
+
+def shown(secret: str) -> str:
+    """What the receiver is given of it: a secret as it is, and of a private key the public one."""
+    key = parse_signing_key(secret)
+    return secret if isinstance(key, bytes) else key.public_text
 
 
 def name_taken(name: str, state: str) -> Conflict:
@@ -322,12 +361,12 @@ async def _name_is_free(connection: Connection[Any], name: str) -> None:
         raise name_taken(name, row["state"])
 
 
-def _columns(settings: EndpointSettings) -> Iterator[Any]:
-    """The values of _COLUMNS."""
+def _columns(settings: EndpointSettings, headers: Mapping[str, Any]) -> Iterator[Any]:
+    """The values of _COLUMNS, with the headers as they are stored."""
     for name in _COLUMNS:
         held = getattr(settings, name)
         if name == "headers":
-            yield orjson.dumps(held).decode()
+            yield orjson.dumps(headers).decode()
         elif name == "retry":
             yield orjson.dumps(held.to_dict()).decode()
         else:

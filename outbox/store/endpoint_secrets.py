@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
 from outbox.store.changes import change, write_journal
-from outbox.store.endpoint_changes import ADD_SECRET, lock, new_secret
+from outbox.store.endpoint_changes import ADD_SECRET, lock, new_secret, shown
 from outbox.store.endpoint_states import must_be
+from outbox.store.vault import CLEAR, SIGNING
 
 if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
+
+    from outbox.store.vault import Vault
 
 OVERLAP_S = 86400.0
 SECRETS_MAX = 3
@@ -41,6 +44,7 @@ class Rotation:
     id: UUID
     name: str
     secret: str
+    """Or the public key, `whpk_…`, of one that is not shown."""
     live: int
     """How many sign now, the new one among them."""
     old_until: datetime | None
@@ -54,18 +58,26 @@ async def rotate_secret(
     *,
     actor: str,
     overlap_s: float = OVERLAP_S,
+    vault: Vault = CLEAR,
+    ed25519: bool = False,
 ) -> Rotation:
     """A new signing secret; the old ones sign beside it for `overlap_s` more seconds.
 
+    Args:
+        ed25519: a private key, of which the receiver is given the public one.
+
     Raises:
         NotFound: there is none of that name.
+        Locked: secrets are encrypted here with a key that the vault has not.
         Conflict: there are as many live secrets as there may be.
     """
     async with change(connection, schema):
         found = await lock(connection, name)
         must_be(found, ("active", "paused", "disabling", "disabled"), "given a new secret")
-        secret = new_secret()
-        secret_id = await connection.fetchval(ADD_SECRET, found.id, secret)
+        await vault.hold_to_key(connection)
+        secret = new_secret(ed25519=ed25519)
+        sealed = vault.seal(secret, found.id, SIGNING)
+        secret_id = await connection.fetchval(ADD_SECRET, found.id, sealed)
         rows = await connection.fetch(END_SECRETS, found.id, secret_id, float(overlap_s))
         old = [row["expires_at"] for row in rows]
         if len(old) >= SECRETS_MAX:
@@ -74,5 +86,7 @@ async def rotate_secret(
                 f"{min(old).isoformat(timespec='seconds')}; wait, or give an overlap of 0"
             )
         told = {"name": name, "overlap_s": overlap_s, "live": len(old) + 1}
+        if ed25519:
+            told["ed25519"] = True
         await write_journal(connection, "endpoint_secret_rotated", actor, found.id, told)
-    return Rotation(found.id, name, secret, len(old) + 1, max(old, default=None))
+    return Rotation(found.id, name, shown(secret), len(old) + 1, max(old, default=None))

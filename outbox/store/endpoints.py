@@ -11,15 +11,17 @@ import orjson
 from outbox.core.condition import condition
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.identity import lane_name
-from outbox.core.signature import parse_secret
 from outbox.errors import NotFound
 from outbox.store.connect import map_errors
+from outbox.store.vault import CLEAR
 
 if TYPE_CHECKING:
     from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
+
+    from outbox.store.vault import Vault
 
 # How far each lane really is: the checkpoint, or what was acknowledged since.  The
 # newest acknowledgement is looked up from the end: max() would not be, where the
@@ -81,7 +83,9 @@ SELECT s.*, b.seq AS blocked_seq, b.at AS blocked_at
 
 # The newest first, which is the one to sign with when there is room for one.
 GET_SECRETS = """
-SELECT id, secret, created_at, expires_at FROM endpoint_secret
+SELECT id, CASE WHEN secret LIKE 'sealed:%' THEN split_part(secret, ':', 2) END AS key,
+       created_at, expires_at
+  FROM endpoint_secret
  WHERE endpoint_id = $1 AND (expires_at IS NULL OR expires_at > clock_timestamp())
  ORDER BY id DESC
 """
@@ -173,6 +177,8 @@ class SecretRow:
     """A live signing secret, which is not shown."""
 
     id: int
+    key: str | None
+    """The id of the key that it is encrypted with; None: it is in clear."""
     created_at: datetime
     expires_at: datetime | None
 
@@ -250,19 +256,10 @@ async def get(connection: Connection[Any], schema: str, name: str) -> Detail:
         row=_endpoint(row),
         settings=settings_of(row),
         health=Health(row["health"], row["since"], row["held_until"], _json(row["last_answer"])),
-        secrets=tuple(SecretRow(s["id"], s["created_at"], s["expires_at"]) for s in secrets),
+        secrets=tuple(SecretRow(**s) for s in secrets),
         lanes=tuple(_lane(lane) for lane in lanes),
         hands=tuple(Hand(**hand) for hand in hands),
     )
-
-
-async def signing_secrets(
-    connection: Connection[Any], schema: str, endpoint_id: UUID
-) -> tuple[bytes, ...]:
-    """The keys to sign with, the newest first."""
-    with map_errors(schema):
-        rows = await connection.fetch(GET_SECRETS, endpoint_id)
-    return tuple(parse_secret(row["secret"]) for row in rows)
 
 
 async def not_found(connection: Connection[Any], name: str) -> NotFound:
@@ -273,10 +270,14 @@ async def not_found(connection: Connection[Any], name: str) -> NotFound:
     return NotFound(f'there is no endpoint "{name}"; {hint}')
 
 
-def settings_of(row: Any) -> EndpointSettings:
-    """The settings in a row with the columns of SETTINGS."""
+def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
+    """The settings in a row with the columns of SETTINGS and the id.
+
+    Of headers that cannot be read here, the values are `LockedText`.
+    """
     values = {field: row[field] for field in EndpointSettings.__dataclass_fields__}
-    values |= {"headers": _json(row["headers"]), "retry": _json(row["retry"])}
+    values["retry"] = _json(row["retry"])
+    values["headers"] = vault.open_headers(_json(row["headers"]), row["id"])
     return EndpointSettings.from_dict(values)
 
 

@@ -11,6 +11,7 @@ from outbox.core.identity import lane_name
 from outbox.core.request import Delivery
 from outbox.core.steps import Gone, Progress
 from outbox.store import destinations
+from outbox.store.vault import CLEAR
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.store.destinations import Endpoint
+    from outbox.store.vault import Vault
 
 READ_LAST_BATCH = "SELECT max(batch) FROM batch"
 
@@ -180,12 +182,13 @@ class Sequenced:
 class LaneStore:
     """Reads lanes, on one connection; asyncpg's errors pass through."""
 
-    def __init__(self, connection: Connection[Any]) -> None:
+    def __init__(self, connection: Connection[Any], vault: Vault = CLEAR) -> None:
         self._db = connection
+        self._vault = vault
 
     async def endpoints(self, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
         """The endpoints as they are set up now."""
-        return await destinations.read(self._db, endpoint_ids)
+        return await destinations.read(self._db, endpoint_ids, self._vault)
 
     async def last_batch(self) -> int:
         """The newest batch."""

@@ -49,8 +49,8 @@ RESERVE = "SELECT nextval(pg_get_serial_sequence('replica', 'id'))"
 # With the database's time, by which a relay goes.  Whoever buries a replica may end
 # its backends: `pids`, the one that sequences first.
 REGISTER = """
-INSERT INTO replica (id, name, version, pids, lease_s, expires_at) OVERRIDING SYSTEM VALUE
-VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $5))
+INSERT INTO replica (id, name, version, pids, lease_s, keys, expires_at) OVERRIDING SYSTEM VALUE
+VALUES ($1, $2, $3, $4, $5, $6, clock_timestamp() + make_interval(secs => $5))
 RETURNING extract(epoch FROM clock_timestamp())::float8 AS now
 """
 
@@ -206,17 +206,24 @@ class ReplicaStore:
         return replica_id
 
     async def register(
-        self, replica_id: int, name: str, version: str, lease_s: float, pids: Sequence[int] = ()
+        self,
+        replica_id: int,
+        name: str,
+        version: str,
+        lease_s: float,
+        pids: Sequence[int] = (),
+        keys: Sequence[str] = (),
     ) -> float:
         """A new replica under an id that was reserved for it; its lease begins now.
 
         Args:
             pids: the backends that write in its name.
+            keys: the ids of those that it can decrypt with.
 
         Returns:
             The database's time in epoch seconds.
         """
-        row = (replica_id, name, version, pids, lease_s)
+        row = (replica_id, name, version, pids, lease_s, keys)
         now: float = await self._db.fetchval(REGISTER, *row)
         return now
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from outbox.transport.port import Request
+from outbox.transport.port import Request, Tls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from outbox.core.request import Prepared
+    from outbox.core.signature import SigningKey
+    from outbox.transport.egress import Network
 
 
 class Destination(Protocol):
@@ -23,17 +25,25 @@ class Destination(Protocol):
     def connect_timeout_s(self) -> float: ...
     @property
     def total_timeout_s(self) -> float: ...
+    @property
+    def networks(self) -> tuple[Network, ...]: ...
+    @property
+    def ca(self) -> str | None: ...
+    @property
+    def identity(self) -> str | None: ...
 
 
 def addressed(
-    to: Destination, prepared: Prepared, number: int, timestamp: int, secrets: Sequence[bytes]
+    to: Destination, prepared: Prepared, number: int, timestamp: int, keys: Sequence[SigningKey]
 ) -> Request:
     """The attempt `number` (from 1), signed at `timestamp`, in epoch seconds."""
     return Request(
         url=to.url,
-        headers=prepared.attempt(number, timestamp, secrets),
+        headers=prepared.attempt(number, timestamp, keys),
         body=prepared.body,
         connect_timeout_s=to.connect_timeout_s,
         total_timeout_s=to.total_timeout_s,
         method=to.method,
+        networks=to.networks,
+        tls=Tls(to.ca, to.identity) if to.ca or to.identity else None,
     )

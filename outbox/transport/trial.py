@@ -6,25 +6,25 @@ import secrets
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
 
 import orjson
 
 from outbox.core import duration, retry
 from outbox.core.answer import Verdict, classify, retry_after_s, summary
-from outbox.core.headers import own
 from outbox.core.request import Delivery, prepare
 from outbox.core.statuses import GONE
-from outbox.transport.addressing import addressed
+from outbox.transport.addressing import Destination, addressed
 from outbox.transport.client import AiohttpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.core.answer import Answer
-    from outbox.core.endpoint import EndpointSettings
+    from outbox.core.answer import Answer, Headers
+    from outbox.core.retry import RetryPolicy
+    from outbox.core.signature import SigningKey
     from outbox.transport.egress import EgressPolicy
     from outbox.transport.port import Request
 
@@ -35,7 +35,9 @@ TYPE = "outbox.test"
 class Trial:
     """What came of it."""
 
-    settings: EndpointSettings
+    endpoint: str
+    method: str
+    url: str
     answer: Answer
     outcome: str
     """What the relay would make of the answer: delivered, retried, dead_letter or disabled."""
@@ -49,33 +51,46 @@ class Trial:
 
     def as_json(self) -> dict[str, Any]:
         """As programs are told."""
-        url = self.settings.url
-        return {"endpoint": self.settings.name, "url": url, "outcome": self.outcome, **self.summary}
+        told = {"endpoint": self.endpoint, "url": self.url, "outcome": self.outcome}
+        return told | self.summary
 
 
-async def attempt(
-    policy: EgressPolicy, endpoint_id: UUID, settings: EndpointSettings, keys: Sequence[bytes]
-) -> Trial:
-    """Send one signed delivery of the type `outbox.test`, now and from here.
+class Tried(Destination, Protocol):
+    """What has to be known of an endpoint to send to it, and to judge its answer."""
 
-    Args:
-        keys: to sign with, the newest first.
-    """
+    @property
+    def id(self) -> UUID: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def headers(self) -> Headers: ...
+    @property
+    def retry(self) -> RetryPolicy: ...
+    @property
+    def retryable(self) -> frozenset[int]: ...
+    def secrets_at(self, now: float) -> Sequence[SigningKey]:
+        """What to sign with."""
+        ...
+
+
+async def attempt(policy: EgressPolicy, endpoint: Tried) -> Trial:
+    """Send one signed delivery of the type `outbox.test`, now and from here."""
     transport = AiohttpTransport(policy)
     try:
-        answer = await transport.send(_request(endpoint_id, settings, keys))
+        answer = await transport.send(_request(endpoint))
     finally:
         await transport.aclose()
-    return Trial(settings, answer, *_outcome(answer, settings))
+    said = _outcome(answer, endpoint)
+    return Trial(endpoint.name, endpoint.method, endpoint.url, answer, *said)
 
 
-def _request(endpoint_id: UUID, wanted: EndpointSettings, keys: Sequence[bytes]) -> Request:
+def _request(endpoint: Tried) -> Request:
     """A delivery like any other, but for its lane."""
     now = time.time()
     prepared = prepare(
         Delivery(
-            endpoint_id=endpoint_id,
-            lane=f"{endpoint_id.hex[:12]}-test-{secrets.token_hex(4)}",
+            endpoint_id=endpoint.id,
+            lane=f"{endpoint.id.hex[:12]}-test-{secrets.token_hex(4)}",
             seq=1,
             batch=0,
             # No event has such an id, so no delivery has its X-Delivery.
@@ -86,28 +101,28 @@ def _request(endpoint_id: UUID, wanted: EndpointSettings, keys: Sequence[bytes])
             key=None,
             published_at=datetime.fromtimestamp(now, UTC),
             expires_at=None,
-            payload=orjson.dumps({"test": True, "endpoint": wanted.name}),
+            payload=orjson.dumps({"test": True, "endpoint": endpoint.name}),
             headers=None,
         ),
         previous_seq=0,
         lane_ends=True,
-        endpoint_headers=own(wanted.headers),
+        endpoint_headers=endpoint.headers,
     )
-    return addressed(wanted, prepared, 1, int(now), keys)
+    return addressed(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
 
 
-def _outcome(answer: Answer, wanted: EndpointSettings) -> tuple[str, str]:
+def _outcome(answer: Answer, endpoint: Tried) -> tuple[str, str]:
     """What the relay would make of it: in a word, and as a sentence."""
-    verdict = classify(answer, maybe_sent_before=False, retryable=wanted.retryable_statuses)
+    verdict = classify(answer, maybe_sent_before=False, retryable=endpoint.retryable)
     if verdict is Verdict.DELIVERED:
         return "delivered", "delivered"
     if verdict is Verdict.REFUSED:
         if answer.status == GONE:
             return "disabled", "a dead letter, and the endpoint would be disabled"
         return "dead_letter", "a dead letter at once"
-    lo, hi = (duration.rounded(s) for s in wanted.retry.delay_bounds_s(1))
+    lo, hi = (duration.rounded(s) for s in endpoint.retry.delay_bounds_s(1))
     wait = hi if lo == hi else f"{lo} to {hi}"
-    text = f"tried again after {wait} ({retry.describe(wanted.retry)})"
+    text = f"tried again after {wait} ({retry.describe(endpoint.retry)})"
     held_s: Any = retry_after_s(answer.headers, time.time())
     if held_s:
         text += f"; it asks to be left alone for {duration.rounded(held_s)}"

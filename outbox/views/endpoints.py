@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from outbox.core import declaration
@@ -12,8 +11,6 @@ if TYPE_CHECKING:
     from outbox.store.apply import Outcome, Step
     from outbox.store.endpoint_changes import NewEndpoint, Updated
     from outbox.store.endpoints import Detail
-
-_CREDENTIAL = re.compile("auth|cookie|key|pass|secret|session|signature|token", re.IGNORECASE)
 
 
 def detail(found: Detail) -> dict[str, Any]:
@@ -29,13 +26,10 @@ def detail(found: Detail) -> dict[str, Any]:
 
 
 def settings(held: EndpointSettings) -> dict[str, Any]:
-    """Settings by the names of files and flags, without what looks like a credential."""
-    told = {name: declaration.value(held, name) for name in declaration.FIELDS}
-    told["headers"] = {
-        name: "(not shown)" if _CREDENTIAL.search(name) else value
-        for name, value in held.headers.items()
-    }
-    return told
+    """Settings by the names of files and flags; values of headers, which may be credentials,
+    are null.
+    """
+    return {name: declaration.value(held, name) for name in declaration.FIELDS}
 
 
 def added(made: NewEndpoint) -> dict[str, Any]:

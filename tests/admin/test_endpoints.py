@@ -61,7 +61,7 @@ async def test_an_endpoint_is_added_with_its_settings(database: Database, api: A
     told = shown["settings"]
     assert (told["timeout"], told["connect_timeout"], told["lanes"]) == ("30s", "2.5s", 4)
     assert told["retryable"] == ["429", "5xx"]
-    assert told["headers"] == {"X-Shop": "7", "Authorization": "(not shown)"}
+    assert told["headers"] == {"X-Shop": None, "Authorization": None}
     assert len(shown["lanes"]) == 4
     assert answer.json["secret"] not in str(shown)
 
@@ -303,7 +303,7 @@ async def test_all_endpoints_are_declared_at_once(database: Database, api: Api) 
     assert (declared["name"], declared["retry"], declared["headers"]) == (
         "a",
         "patient",
-        {"X-Key": "k"},
+        {"X-Key": None},
     )
     again = await api.ask("PUT", "/v1/declaration", {"endpoints": [declared]})
     assert again.json["changes"] == 0

@@ -82,7 +82,8 @@ def test_an_export_is_a_file_that_changes_nothing(here: Command, file: Path) -> 
     assert yaml.safe_load(export.out) == here("endpoint", "export", "--json").json
     file.write_text(export.out)
     assert here("apply", "-f", file, "--prune").out.splitlines()[-1] == "nothing to change"
-    # It holds everything: what is gone comes back the same, but for the ids.
+    assert "hunter2" not in export.out
+    # It holds everything but that: what is gone comes back the same, but for the ids.
     here("endpoint", "remove", "audit")
     here("endpoint", "remove", "yes")
     without_ids = "".join(
@@ -90,6 +91,10 @@ def test_an_export_is_a_file_that_changes_nothing(here: Command, file: Path) -> 
         for line in export.out.splitlines(keepends=True)
     )
     file.write_text(without_ids)
+    lost = here("apply", "-f", file)
+    assert lost.code == 2
+    assert "endpoints[0].headers.Authorization: has no value here, and none" in lost.error
+    file.write_text(without_ids.replace("Authorization: null", "Authorization: Bearer hunter3"))
     assert here("apply", "-f", file).out.count("\n+ ") + 1 >= 2
     before = yaml.safe_load(export.out)["endpoints"]
     after = here("endpoint", "export", "--json").json["endpoints"]

@@ -6,6 +6,7 @@ from uuid import UUID
 import pytest
 
 from outbox.core.declaration import differences, read, write
+from outbox.core.declaration import one as declaration_of
 from outbox.core.retry import PRESETS, RetryPolicy, parse
 from outbox.errors import UsageError
 from tests.core.test_endpoint import FULL, settings
@@ -93,7 +94,22 @@ def test_defaults_hold_for_those_that_say_nothing_else() -> None:
 @pytest.mark.parametrize("values", [{}, FULL, {"all_tenants": True, "retryable": ()}])
 def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
     before = settings(**values)
-    assert one(**write(before)) == before
+    (declared,) = read({"endpoints": [write(before)]})
+    assert declared.settings_over(before) == before
+
+
+def test_a_header_without_a_value_keeps_the_one_that_it_has() -> None:
+    there = settings(headers={"X-A": "1", "X-B": "2"})
+    assert "1" not in str(write(there))
+    (declared,) = read({"endpoints": [{"name": "a", "url": URL, "headers": {"x-a": None}}]})
+    assert declared.settings_over(there).headers == {"x-a": "1"}
+    wanted = {"headers": {"X-B": None, "X-C": "3"}}
+    assert declaration_of(wanted, there).headers == {"X-B": "2", "X-C": "3"}
+    for whose in (None, settings(headers={"X-B": "2"})):
+        with pytest.raises(UsageError, match=r"headers\.x-a: has no value here, and none that"):
+            declared.settings_over(whose)
+    with pytest.raises(UsageError, match=r"headers\.X-A: has no value"):
+        declaration_of({"name": "a", "url": URL, "headers": {"X-A": None}})
 
 
 def test_what_is_the_default_is_not_written() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import sys
 
 import pytest
 from hypothesis import given
@@ -123,11 +122,3 @@ def test_keys_are_told_apart_by_how_they_begin() -> None:
     assert not isinstance(parse_key(KEY.public_text), bytes)
     with pytest.raises(UsageError, match="secret"):
         parse_key("whsk_" + base64.b64encode(SECRET).decode())
-
-
-def test_without_cryptography_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in [name for name in sys.modules if name.startswith("cryptography")]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(UsageError, match=r"pip install 'outbox-relay\[ed25519\]'"):
-        parse_public_key(KEY.public_text)

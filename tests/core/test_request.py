@@ -47,7 +47,7 @@ json_values = st.recursive(
 
 
 def attempt(delivery: Delivery = DELIVERY, **changes: Any) -> tuple[dict[str, str], bytes]:
-    arguments = {"previous_seq": 6, "attempt": 1, "timestamp": NOW, "secrets": [SECRET]}
+    arguments = {"previous_seq": 6, "attempt": 1, "timestamp": NOW, "keys": [SECRET]}
     headers, body = build(delivery, **(arguments | changes))
     names = [name.lower() for name, _ in headers]
     assert len(set(names)) == len(names), "a header twice"
@@ -119,7 +119,7 @@ def test_the_payloads_bytes_go_through_untouched() -> None:
 
 def test_the_independent_library_verifies_it_also_while_a_secret_rotates() -> None:
     timestamp = int(datetime.now(tz=UTC).timestamp())
-    headers, body = attempt(timestamp=timestamp, secrets=[OTHER, SECRET])
+    headers, body = attempt(timestamp=timestamp, keys=[OTHER, SECRET])
     assert len(headers["webhook-signature"].split(" ")) == 2
     for secret in (SECRET, OTHER):
         assert Webhook(format_secret(secret)).verify(body, headers)["data"] == {"total": 12.5}

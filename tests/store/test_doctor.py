@@ -12,12 +12,17 @@ import asyncpg
 import pytest
 
 from outbox.config import Settings
+from outbox.core.endpoint import EndpointSettings
+from outbox.core.keys import format_key, parse_keys
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaTooNew
 from outbox.relay.connections import Connections
 from outbox.relay.relay import Relay
-from outbox.store import doctor, dsn
+from outbox.store import doctor, dsn, rekeying
 from outbox.store.doctor import Finding, Limits, Severity
+from outbox.store.endpoint_changes import add
 from outbox.store.migrate import migrations
+from outbox.store.replicas import ReplicaStore
+from outbox.store.vault import CLEAR, Vault
 from tests.support.doctor import PATH, findings, sql_of, the_one, told
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, running
 from tests.support.schedules import add as add_schedule
@@ -255,7 +260,34 @@ async def test_secrets_in_clear_are_told(database: Database, db: Connection[Any]
     await add_endpoint(database)
     (found,) = [f for f in await findings(db) if f.check == "secrets"]
     assert found.severity is Severity.OK
-    assert found.says.startswith("1 signing secret is stored in clear")
+    assert found.says.startswith("1 secret of endpoints is stored in clear")
+
+
+@pytest.mark.one_major
+async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connection[Any]) -> None:
+    async def told_of_secrets() -> list[tuple[Severity, str]]:
+        return [(f.severity, f.says) for f in await findings(db) if f.check == "secrets"]
+
+    one, two = (Vault(parse_keys(format_key(bytes([i]) * 32))) for i in (1, 2))
+    for name, vault in (("a", one), ("b", CLEAR), ("c", CLEAR)):
+        async with database.at_hand() as connection:
+            settings = EndpointSettings(name=name, url="https://example.com/")
+            if vault is CLEAR:
+                await connection.execute("UPDATE endpoint_secret SET secret = 'x' || secret")
+            await add(connection, "relay", settings, actor="t", vault=vault)
+            await connection.execute("UPDATE endpoint_secret SET secret = ltrim(secret, 'x')")
+    assert await told_of_secrets() == [
+        (Severity.WARNING, "2 secrets of endpoints are in clear, while others are encrypted")
+    ]
+    await rekeying.rekey(db, "relay", one, actor="t")
+    store = ReplicaStore(db, None)
+    await store.register(await store.reserve(), "blind", "0", 30.0, (), two.key_ids)
+    none_is_clear, blind = await told_of_secrets()
+    assert none_is_clear == (Severity.OK, "no secret is stored in clear")
+    assert blind == (
+        Severity.PROBLEM,
+        '"blind" cannot read the secrets of some endpoints, which stand still there',
+    )
 
 
 @pytest.mark.one_major

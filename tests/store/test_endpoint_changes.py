@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from outbox.core.retry import PRESETS
 from outbox.core.signature import parse_secret
 from outbox.errors import NotFound, UsageError
 from outbox.store import (
+    destinations,
     endpoint_changes,
     endpoint_removal,
     endpoint_secrets,
@@ -21,6 +23,7 @@ from outbox.store import (
 )
 from outbox.store.changes import change
 from outbox.store.replicas import ReplicaStore
+from outbox.store.vault import CLEAR
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -33,6 +36,8 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
     from asyncpg import Connection
 
     from outbox.store.endpoint_changes import Updated
@@ -367,8 +372,9 @@ async def test_what_cannot_be_done_says_what_to_do(
 # ------------------------------------------------------------------ secrets
 
 
-async def live(db: Connection[Any], endpoint_id: Any) -> list[bytes]:
-    return list(await endpoints.signing_secrets(db, "relay", endpoint_id))
+async def live(db: Connection[Any], endpoint_id: UUID) -> list[Any]:
+    (found,) = await destinations.read(db, [endpoint_id], CLEAR)
+    return found.secrets_at(time.time())
 
 
 async def test_old_secrets_sign_beside_the_new_one_for_a_while(

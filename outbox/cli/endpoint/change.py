@@ -13,6 +13,8 @@ from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import count, emit_json, emit_pairs, safe
 from outbox.core.endpoint import EndpointSettings
 from outbox.store import endpoint_changes
+from outbox.store.vault import Vault
+from outbox.transport.checking import check
 from outbox.transport.egress import EgressPolicy
 from outbox.views import endpoints as views
 
@@ -29,27 +31,46 @@ Examples:
   outbox endpoint add billing https://example.com/hooks --type "order.*"
   outbox endpoint add audit https://audit.example.com/ --all-tenants --lanes 8 --json
   outbox endpoint add large https://example.com/ --filter "@.total > 1000" --policy patient
-  outbox endpoint add crm https://example.com/in --header "Authorization: Bearer $TOKEN"
+  outbox endpoint add crm https://example.com/in --headers-file crm.headers
   OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox endpoint add dev http://127.0.0.1:8080/
 """,
 )
 @click.argument("name")
 @click.argument("url")
 @new_options
+@click.option(
+    "--ed25519",
+    is_flag=True,
+    help="Sign with a private key, and show the receiver's public one, instead of a secret that "
+    "both have.",
+)
 @json_option
 @settings_options
-def add(settings: Settings, name: str, url: str, given: dict[str, Any], as_json: bool) -> None:
+def add(
+    settings: Settings,
+    name: str,
+    url: str,
+    given: dict[str, Any],
+    ed25519: bool,
+    as_json: bool,
+) -> None:
     """Add an endpoint; shows its signing secret, this once.
 
     It gets what is not sequenced yet, and everything after it.
     """
-    EgressPolicy(settings.allow_networks).check_url(url)
     wanted = EndpointSettings(name=name, url=url, **given)
+    check(wanted, EgressPolicy(settings.allow_networks))
+    vault = Vault.of(settings)
 
     async def go() -> None:
         async with database(settings) as connection:
             made = await endpoint_changes.add(
-                connection, settings.schema_name, wanted, actor=actor()
+                connection,
+                settings.schema_name,
+                wanted,
+                actor=actor(),
+                vault=vault,
+                ed25519=ed25519,
             )
         if made.waiting:
             wait = "waits" if made.waiting == 1 else "wait"
@@ -67,10 +88,11 @@ def add(settings: Settings, name: str, url: str, given: dict[str, Any], as_json:
                 ("url", made.url),
                 ("types", made.types),
                 ("lanes", made.lanes),
-                ("secret", made.secret),
+                ("public key" if ed25519 else "secret", made.secret),
             ]
         )
-        click.echo("Keep the secret now: it is not shown again.", err=True)
+        if not ed25519:
+            click.echo("Keep the secret now: it is not shown again.", err=True)
 
     run_async(go())
 
@@ -105,18 +127,19 @@ def update(
     delivered.  Everything else holds from the next attempt on.  --type and
     --retryable replace the list, --header replaces one header.
     """
-    if url is not None:
-        EgressPolicy(settings.allow_networks).check_url(url)
+    policy, vault = EgressPolicy(settings.allow_networks), Vault.of(settings)
     named: dict[str, Any] = {"name": new_name, "url": url}
     named = {key: value for key, value in named.items() if value is not None}
 
     def edited(there: EndpointSettings) -> EndpointSettings:
-        return replace(edit(there), **named)
+        wanted = replace(edit(there), **named)
+        check(wanted, policy, there)
+        return wanted
 
     async def go() -> None:
         async with database(settings) as connection:
             done = await endpoint_changes.update(
-                connection, settings.schema_name, name, edited, actor=actor()
+                connection, settings.schema_name, name, edited, actor=actor(), vault=vault
             )
         if as_json:
             emit_json(views.updated(done))

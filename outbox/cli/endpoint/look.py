@@ -141,8 +141,9 @@ Example:
 def export(settings: Settings, as_json: bool) -> None:
     """Write all endpoints as a file for outbox apply.
 
-    They have their ids in it, so that they can be renamed there.  Signing
-    secrets are not in it; headers are, as they are.
+    They have their ids in it, so that they can be renamed there.  No secret is
+    in it: headers are without their values, which `outbox apply` leaves as they
+    are.  For a new endpoint write them in.
     """
     import yaml
 
@@ -214,7 +215,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
     elif health.state in PROBED and row.state == "active":
         healthy += f"; {PROBING}"
     older = [s.expires_at for s in found.secrets if s.expires_at is not None]
-    live = f"{len(found.secrets)} live"
+    live = f"{len(found.secrets)} live, {_kept(found)}"
     lanes = f"{row.lanes} (generation {row.generation})" if row.generation > 1 else row.lanes
     backlog = [f"{told['backlog_max']} deliveries"] if told["backlog_max"] else []
     backlog += [told["backlog_age"]] if told["backlog_age"] else []
@@ -233,7 +234,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("tenant", _tenant(row)),
         ("lanes", lanes),
         ("method", told["method"]),
-        ("headers", "; ".join(f"{k}: {v}" for k, v in told["headers"].items()) or None),
+        ("headers", f"{' '.join(told['headers'])} (values not shown)" if told["headers"] else None),
         ("time-outs", f"connect {told['connect_timeout']}, request {told['timeout']}"),
         ("at once", told["in_flight_max"] and f"at most {told['in_flight_max']} requests"),
         ("rate", told["rate"] and f"at most {told['rate']:g} requests in a second"),
@@ -269,6 +270,14 @@ def _relay(found: Detail) -> str:
     if last is None or not last.claimed:
         return "none"
     return f"{last.relay} (replica {last.replica_id}) since {cell(last.at)}"
+
+
+def _kept(found: Detail) -> str:
+    """How its signing secrets are stored."""
+    keys = sorted({s.key for s in found.secrets if s.key is not None})
+    if any(s.key is None for s in found.secrets):
+        return "in clear" if not keys else f"some in clear, some encrypted with {' '.join(keys)}"
+    return f"encrypted with the key {' '.join(keys)}"
 
 
 def _tenant(row: EndpointRow) -> str | None:

@@ -51,6 +51,7 @@ _SECTIONS = {
     "url": _CALLED,
     "method": _CALLED,
     "header": _CALLED,
+    "headers_file": _CALLED,
     "no_headers": _CALLED,
     "connect_timeout_s": _CALLED,
     "total_timeout_s": _CALLED,
@@ -102,6 +103,13 @@ _SETTINGS = (
         multiple=True,
         metavar='"NAME: VALUE"',
         help="Sent along; repeatable.  An event's own header of that name wins.",
+    ),
+    click.option(
+        "--headers-file",
+        type=click.File(),
+        metavar="FILE",
+        help="The same from a file with one in each line, so that credentials stand in no "
+        "process list; - reads stdin.",
     ),
     click.option(
         "--connect-timeout",
@@ -222,8 +230,8 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
 
-def read_pem(file: IO[str], flag: str) -> str:
-    """A file of certificates or keys.
+def read_text(file: IO[str], flag: str) -> str:
+    """What is in a file.
 
     Raises:
         UsageError: it is not text.
@@ -231,8 +239,8 @@ def read_pem(file: IO[str], flag: str) -> str:
     try:
         return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not PEM, which is text"
-        raise UsageError(f"{flag}: {file.name}: {why}") from None
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise UsageError(f"{flag}: {getattr(file, 'name', 'stdin')}: {why}") from None
 
 
 def new_options(command: Callable[..., T]) -> Callable[..., T]:
@@ -273,9 +281,12 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
     if "policy" in given:
         given["retry"] = retry.parse(given.pop("policy"))
     if "ca" in given:
-        given["ca"] = read_pem(given["ca"], "--ca")
-    if "header" in given:
-        given["headers"] = dict(map(_header, given.pop("header")))
+        given["ca"] = read_text(given["ca"], "--ca")
+    lines = [*given.pop("header", ())]
+    if "headers_file" in given:
+        lines += read_text(given.pop("headers_file"), "--headers-file").splitlines()
+    if lines:
+        given["headers"] = dict(_header(line) for line in lines if line.strip())
     match given.get("retryable"):
         case ("default",):
             given["retryable"] = None

@@ -11,6 +11,7 @@ from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_s
 from outbox.cli.output import cell, count, emit_json, emit_pairs
 from outbox.store import endpoint_secrets, endpoint_states
+from outbox.store.vault import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -124,6 +125,7 @@ def enable(settings: Settings, name: str, why: str | None, as_json: bool) -> Non
 Examples:
   outbox endpoint rotate-secret billing
   outbox endpoint rotate-secret billing --overlap 0     the old one is known to others
+  outbox endpoint rotate-secret billing --ed25519       and it verifies with a public key
 """,
 )
 @click.argument("name")
@@ -134,26 +136,41 @@ Examples:
     metavar="TIME",
     help="The old secret signs beside the new one for so long; 0: no longer.",
 )
+@click.option(
+    "--ed25519",
+    is_flag=True,
+    help="A private key, of which the receiver is given the public one: it can sign nothing.",
+)
 @json_option
 @settings_options
-def rotate_secret(settings: Settings, name: str, overlap: str, as_json: bool) -> None:
+def rotate_secret(
+    settings: Settings, name: str, overlap: str, ed25519: bool, as_json: bool
+) -> None:
     """Give an endpoint a new signing secret, shown this once.
 
     While both sign, the receiver can change over without refusing anything:
     each request carries one signature for each.
     """
-    kept_s = overlap_s(overlap)
+    kept_s, vault = overlap_s(overlap), Vault.of(settings)
 
     async def go() -> None:
         async with database(settings) as connection:
             made = await endpoint_secrets.rotate_secret(
-                connection, settings.schema_name, name, actor=actor(), overlap_s=kept_s
+                connection,
+                settings.schema_name,
+                name,
+                actor=actor(),
+                overlap_s=kept_s,
+                vault=vault,
+                ed25519=ed25519,
             )
         if as_json:
             emit_json(made)
             return
         old = "signs no more" if made.old_until is None else f"signs until {cell(made.old_until)}"
-        emit_pairs([("name", made.name), ("secret", made.secret), ("old secret", old)])
-        click.echo("Keep the secret now: it is not shown again.", err=True)
+        what = "public key" if ed25519 else "secret"
+        emit_pairs([("name", made.name), (what, made.secret), ("old secret", old)])
+        if not ed25519:
+            click.echo("Keep the secret now: it is not shown again.", err=True)
 
     run_async(go())

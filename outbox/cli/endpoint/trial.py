@@ -9,7 +9,8 @@ import click
 from outbox.cli.common import database, json_option, run_async, settings_options
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import emit_json, emit_pairs
-from outbox.store import endpoints
+from outbox.store import destinations
+from outbox.store.vault import Vault
 from outbox.transport.egress import EgressPolicy
 
 if TYPE_CHECKING:
@@ -38,15 +39,15 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
     1 unless the answer is 2xx.
     """
 
+    vault = Vault.of(settings)
+
     async def go() -> Trial:
         # Imported here: no other command of these needs an HTTP client.
         from outbox.transport.trial import attempt
 
         async with database(settings) as connection:
-            found = await endpoints.get(connection, settings.schema_name, name)
-            keys = await endpoints.signing_secrets(connection, settings.schema_name, found.row.id)
-        policy = EgressPolicy(settings.allow_networks)
-        return await attempt(policy, found.row.id, found.settings, keys)
+            endpoint = await destinations.find(connection, settings.schema_name, name, vault)
+        return await attempt(EgressPolicy(settings.allow_networks), endpoint)
 
     trial = run_async(go())
     if as_json:
@@ -55,7 +56,7 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
         told = trial.summary
         emit_pairs(
             [
-                ("sent", f"{trial.settings.method} {trial.settings.url}"),
+                ("sent", f"{trial.method} {trial.url}"),
                 ("answer", told.get("status") or told["failure"]),
                 ("detail", told.get("detail")),
                 ("time", f"{told['elapsed_ms']:.0f} ms"),

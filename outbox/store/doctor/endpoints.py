@@ -10,6 +10,7 @@ import orjson
 
 from outbox.core.answer import in_words
 from outbox.store.doctor.finding import ROWS_MAX, age, listed, many, ok, problem, rest, warning
+from outbox.store.rekeying import KEPT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -18,9 +19,16 @@ if TYPE_CHECKING:
 
 LIST = "outbox status"
 
-COUNT_SECRETS = """
-SELECT count(*) FROM endpoint_secret s JOIN endpoint e ON e.id = s.endpoint_id
- WHERE s.secret LIKE 'whsec\\_%'
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+# Relays that are registered, by the keys that they decrypt with; those that have none
+# of the keys that secrets are encrypted with.
+BLIND_RELAYS = """
+SELECT name FROM replica
+ WHERE expires_at > clock_timestamp() AND NOT keys @> $1::text[] ORDER BY name
 """
 
 URLS = "SELECT name, url FROM endpoint WHERE state <> 'removed' ORDER BY name COLLATE \"C\""
@@ -44,16 +52,36 @@ SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 
 
 
 async def secrets(look: Look) -> AsyncIterator[Said]:
-    """How the signing secrets are kept."""
-    in_clear = await look.db.fetchval(COUNT_SECRETS)
-    if in_clear:
+    """How the secrets of endpoints are kept, and who can read them."""
+    kept = {row["key"]: row["count"] for row in await look.db.fetch(KEPT)}
+    in_clear = kept.pop(None, 0)
+    keys = sorted(kept)
+    if keys and in_clear:
+        yield warning(
+            f"{many(in_clear, 'secret')} of endpoints {_are(in_clear)} in clear, while others are "
+            "encrypted",
+            "outbox rekey",
+        )
+    elif in_clear:
         yield ok(
-            f"{many(in_clear, 'signing secret')} "
-            f"{'is' if in_clear == 1 else 'are'} stored in clear: whoever reads "
-            f"{look.name('endpoint_secret')}, or a backup of it, can sign"
+            f"{many(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear: whoever "
+            f"reads {look.name('endpoint_secret')}, or a backup of it, can sign; OUTBOX_KEY "
+            "encrypts them (outbox rekey --help)"
         )
     else:
-        yield ok("no signing secret is stored in clear")
+        yield ok("no secret is stored in clear")
+    if len(keys) > 1:
+        yield warning(
+            f"secrets are encrypted with {len(keys)} keys ({', '.join(keys)}), and all of them are "
+            "needed",
+            "outbox rekey",
+        )
+    blind = [row["name"] for row in await look.db.fetch(BLIND_RELAYS, keys)] if keys else []
+    if blind:
+        yield problem(
+            f"{listed(blind)} cannot read the secrets of some endpoints, which stand still there",
+            f"start {'it' if len(blind) == 1 else 'them'} with OUTBOX_KEY: {' '.join(keys)}",
+        )
 
 
 async def networks(look: Look) -> AsyncIterator[Said]:

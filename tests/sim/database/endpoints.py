@@ -42,6 +42,7 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "rate_per_s": settings.rate_per_s,
         "allow_networks": list(settings.allow_networks),
         "ca": settings.ca,
+        "identity": None,
         "retry": orjson.dumps(settings.retry.to_dict()).decode(),
         "retryable": None,
         "on_dead_letter": settings.on_dead_letter,

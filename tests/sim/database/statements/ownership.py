@@ -89,6 +89,7 @@ def register(
     version: str,
     pids: Sequence[int],
     lease_s: float,
+    keys: Sequence[str],
 ) -> list[Row]:
     row = {"id": new, "name": name, "pids": list(pids), "renewals": 0, "lease_s": lease_s}
     tx.put(db.replica, new, {**row, "expires_at": db.wall() + lease_s})

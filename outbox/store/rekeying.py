@@ -1,0 +1,185 @@
+"""Encrypting anew: every secret in the tables, with the first key of the vault.
+
+Each endpoint in a transaction of its own, under its lock, so that whoever rotates a
+secret meanwhile waits for a moment; deliveries do not notice.  Running it again goes on
+where it was interrupted, because what has the right key is left alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.errors import Conflict
+from outbox.store.changes import write_journal
+from outbox.store.connect import map_errors
+from outbox.store.vault import IDENTITY, SIGNING, Locked, is_sealed, locked_values
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from outbox.store.vault import Vault
+
+PAGE = 200
+
+# All secrets, each with the key that it is encrypted with; NULL: it is in clear.
+KEPT = """
+SELECT CASE WHEN stored LIKE 'sealed:%' THEN split_part(stored, ':', 2) END AS key,
+       count(*) AS count
+  FROM (SELECT secret AS stored FROM endpoint_secret
+        UNION ALL
+        SELECT identity FROM endpoint WHERE identity IS NOT NULL
+        UNION ALL
+        SELECT CASE jsonb_typeof(h.value) WHEN 'object' THEN h.value ->> 'sealed' ELSE '' END
+          FROM endpoint e CROSS JOIN LATERAL jsonb_each(e.headers) h
+         WHERE e.state <> 'removed') AS secrets
+ GROUP BY 1 ORDER BY 1 NULLS FIRST
+"""
+
+ENDPOINTS = "SELECT count(*) FROM endpoint WHERE state <> 'removed'"
+
+PAGE_OF_IDS = """
+SELECT id FROM endpoint WHERE state <> 'removed' AND ($1::uuid IS NULL OR id > $1)
+ ORDER BY id LIMIT $2
+"""
+
+# Whoever gives it another secret, or changes its headers, takes the same lock.
+LOCK = """
+SELECT name, headers::text AS headers, identity FROM endpoint
+ WHERE id = $1 AND state <> 'removed' FOR NO KEY UPDATE
+"""
+
+SECRETS = "SELECT id, secret FROM endpoint_secret WHERE endpoint_id = $1"
+
+WRITE_SECRET = "UPDATE endpoint_secret SET secret = $3 WHERE endpoint_id = $1 AND id = $2"  # noqa: S105
+
+WRITE_ENDPOINT = "UPDATE endpoint SET headers = $2::text::jsonb, identity = $3 WHERE id = $1"
+
+# Relays that could not read what is written; their lease is not over.
+WITHOUT_KEY = """
+SELECT name FROM replica WHERE expires_at > clock_timestamp() AND NOT $1 = ANY (keys)
+ ORDER BY name
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How many secrets are encrypted with a key."""
+
+    key: str | None
+    """None: they are in clear."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rekeyed:
+    """What was done."""
+
+    key: str | None
+    """What they are encrypted with now; None: they are in clear."""
+    endpoints: int = 0
+    """Of so many in all."""
+    done: int = 0
+    """So many were looked at."""
+    secrets: int = 0
+    """So many were written anew."""
+    locked: tuple[str, ...] = field(default=())
+    """Endpoints of which something could not be read, each with the reason."""
+
+
+async def survey(connection: Connection[Any], schema: str) -> list[Kept]:
+    """How secrets are kept."""
+    with map_errors(schema):
+        return [Kept(**row) for row in await connection.fetch(KEPT)]
+
+
+async def rekey(
+    connection: Connection[Any],
+    schema: str,
+    vault: Vault,
+    *,
+    actor: str,
+    force: bool = False,
+    on_progress: Callable[[Rekeyed], object] = lambda _: None,
+) -> Rekeyed:
+    """Write every secret anew as the vault does; what it cannot read is left alone.
+
+    Args:
+        force: although there are relays that will not be able to read them.
+
+    Raises:
+        Conflict: a relay has not the key.
+    """
+    with map_errors(schema):
+        if vault.key_id is not None and not force:
+            blind = [row["name"] for row in await connection.fetch(WITHOUT_KEY, vault.key_id)]
+            if blind:
+                raise Conflict(
+                    f"the relay {blind[0]} has not the key {vault.key_id}, and would stand still; "
+                    "start it with this key in front and the old one behind it, or say force"
+                )
+        done = Rekeyed(vault.key_id, await connection.fetchval(ENDPOINTS))
+        after = None
+        while ids := [r["id"] for r in await connection.fetch(PAGE_OF_IDS, after, PAGE)]:
+            for endpoint_id in ids:
+                async with connection.transaction(isolation="read_committed"):
+                    done = await _endpoint(connection, endpoint_id, vault, done)
+                on_progress(done)
+            after = ids[-1]
+        if done.secrets:
+            told = {"key": done.key, "endpoints": done.done, "secrets": done.secrets}
+            await write_journal(connection, "secrets_rekeyed", actor, None, told)
+    return done
+
+
+async def _endpoint(
+    connection: Connection[Any], endpoint_id: UUID, vault: Vault, done: Rekeyed
+) -> Rekeyed:
+    row = await connection.fetchrow(LOCK, endpoint_id)
+    if row is None:
+        return done
+    written = 0
+    try:
+        for secret in await connection.fetch(SECRETS, endpoint_id):
+            if vault.is_current(secret["secret"]):
+                continue
+            anew = vault.seal(
+                vault.open(secret["secret"], endpoint_id, SIGNING), endpoint_id, SIGNING
+            )
+            await connection.execute(WRITE_SECRET, endpoint_id, secret["id"], anew)
+            written += 1
+        headers, identity = orjson.loads(row["headers"]), row["identity"]
+        old = [name for name, value in headers.items() if not vault.is_current(_stored(value))]
+        if old:
+            opened = vault.open_headers(headers, endpoint_id)
+            for locked in locked_values(opened):
+                raise Locked(locked.why)
+            headers |= vault.seal_headers({name: opened[name] for name in old}, endpoint_id)
+        anew = identity
+        if identity is not None and not vault.is_current(identity):
+            text = vault.open(identity, endpoint_id, IDENTITY)
+            anew = vault.seal(text, endpoint_id, IDENTITY)
+        if old or anew != identity:
+            text = orjson.dumps(headers).decode()
+            await connection.execute(WRITE_ENDPOINT, endpoint_id, text, anew)
+            written += len(old) + (anew != identity)
+    except Locked as locked:
+        why = f'endpoint "{row["name"]}": {locked}'
+        return replace(
+            done, done=done.done + 1, secrets=done.secrets + written, locked=(*done.locked, why)
+        )
+    return replace(done, done=done.done + 1, secrets=done.secrets + written)
+
+
+def _stored(value: Any) -> str:
+    """A header's value as text, encrypted or not."""
+    if isinstance(value, str):
+        # Whatever it says, it is in clear.
+        return f"={value}" if is_sealed(value) else value
+    sealed: str = value["sealed"]
+    return sealed

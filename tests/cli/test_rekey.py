@@ -1,0 +1,105 @@
+"""`outbox rekey`, and what every other command does with the key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outbox.core.keys import parse_keys
+from tests.cli.test_commands import execute
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Command
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+URL = "https://example.com/hooks"
+EVERYTHING = "SELECT string_agg(secret, ' ') FROM endpoint_secret"
+
+
+def test_a_key_is_made_without_a_database(outbox: Command) -> None:
+    one = outbox("rekey", "--generate").out.strip()
+    two = outbox("rekey", "--generate", "--json").json["key"]
+    assert parse_keys(one) != parse_keys(two)
+
+
+def test_secrets_are_encrypted_and_change_their_key(here: Command, database: Database) -> None:
+    old, new = (here("rekey", "--generate").out.strip() for _ in range(2))
+    (first, second) = (parse_keys(key)[0].id for key in (old, new))
+    made = here("endpoint", "add", "a", URL, "--header", "X-Key: hunter2", "--json").json
+    assert here("rekey").error == (
+        "there is no key; set OUTBOX_KEY (outbox rekey --generate makes one)"
+    )
+    needed = here("rekey", "--check", OUTBOX_KEY=old)
+    assert (needed.code, needed.out.splitlines()[0]) == (1, "2 secrets in clear")
+    done = here("rekey", OUTBOX_KEY=old)
+    assert done.out == f"2 secrets of 1 endpoint written anew, encrypted with the key {first}\n"
+    assert made["secret"] not in execute(database, EVERYTHING)
+    assert "hunter2" not in execute(database, "SELECT headers::text FROM endpoint")
+    shown = here("endpoint", "show", "a")
+    assert f"secrets       1 live, encrypted with the key {first}" in shown.out.splitlines()
+
+    both = here("rekey", "--json", OUTBOX_KEY=f"{new} {old}").json
+    assert both == {"key": second, "endpoints": 1, "done": 1, "secrets": 2, "locked": []}
+    right = here("rekey", "--check", "--json", OUTBOX_KEY=new)
+    assert (right.code, right.json["needed"]) == (0, False)
+
+    lost = here("rekey", OUTBOX_KEY=old)
+    assert lost.code == 1
+    assert f'left alone: endpoint "a": its signing secret is encrypted with the key {second}' in (
+        lost.err
+    )
+    refused = here("rekey", "--decrypt", OUTBOX_KEY=new)
+    assert "say --yes to do it" in refused.error
+    here("rekey", "--decrypt", "--yes", OUTBOX_KEY=new)
+    assert execute(database, EVERYTHING) == made["secret"]
+
+
+def test_who_has_not_the_key_can_look_and_writes_no_secret(here: Command) -> None:
+    key = here("rekey", "--generate").out.strip()
+    here("endpoint", "add", "a", URL, "--header", "X-Key: hunter2", OUTBOX_KEY=key)
+    for command in (("endpoint", "rotate-secret", "a"), ("endpoint", "add", "b", URL)):
+        refused = here(*command)
+        assert refused.code == 3
+        assert refused.error.startswith(
+            f"secrets are encrypted here with the key {parse_keys(key)[0].id}; set OUTBOX_KEY"
+        )
+    assert here("endpoint", "update", "a", "--lanes", 2).code == 0
+    assert here("endpoint", "export").code == 0
+    assert here("endpoint", "rotate-secret", "a", OUTBOX_KEY=key).code == 0
+    tested = here("endpoint", "test", "a")
+    assert 'endpoint "a": its signing secret is encrypted' in tested.error
+
+
+@pytest.mark.parametrize("key", ["x", "obkey_AAAA", "whsec_" + "A" * 43])
+def test_a_key_that_is_none_is_not_shown(outbox: Command, key: str) -> None:
+    refused = outbox("endpoint", "list", OUTBOX_KEY=key, OUTBOX_DSN="x")
+    assert refused.code == 2
+    assert refused.error == (
+        "OUTBOX_KEY: a key must be obkey_, followed by 32 bytes in base64; "
+        "outbox rekey --generate makes one"
+    )
+
+
+def test_a_receiver_can_be_given_a_public_key(here: Command) -> None:
+    made = here("endpoint", "add", "a", URL, "--ed25519", "--json").json
+    assert made["secret"].startswith("whpk_")
+    rotated = here("endpoint", "rotate-secret", "a", "--ed25519")
+    assert "public key  whpk_" in rotated.out
+    assert "whsk_" not in rotated.out + rotated.err
+    assert "Keep the secret" not in rotated.err
+
+
+def test_headers_come_from_a_file(here: Command, database: Database) -> None:
+    made = here(
+        "endpoint", "add", "a", URL, "--headers-file", "-",
+        stdin=b"Authorization: Bearer hunter2\n\nX-Env: prod\n",
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    assert execute(database, "SELECT headers::text FROM endpoint") == (
+        '{"X-Env": "prod", "Authorization": "Bearer hunter2"}'
+    )
+    wrong = here("endpoint", "update", "a", "--headers-file", "-", stdin=b"\xff")
+    assert wrong.error == "--headers-file: stdin: it is not text"

@@ -1,0 +1,253 @@
+"""Secrets at rest: what stands in the tables, and who can read it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid4
+
+import orjson
+import pytest
+
+from outbox.core import declaration
+from outbox.core.endpoint import EndpointSettings
+from outbox.core.keys import format_key, parse_keys
+from outbox.core.signature import parse_secret
+from outbox.errors import CannotRun, Conflict
+from outbox.store import (
+    destinations,
+    endpoint_changes,
+    endpoint_secrets,
+    endpoints,
+    rekeying,
+)
+from outbox.store.apply import apply
+from outbox.store.replicas import ReplicaStore
+from outbox.store.vault import CLEAR, SIGNING, Locked, LockedText, Vault
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+OLD, NEW = (Vault(parse_keys(format_key(bytes([i]) * 32))) for i in (1, 2))
+BOTH = Vault(parse_keys(f"{format_key(bytes([2]) * 32)} {format_key(bytes([1]) * 32)}"))
+CREDENTIAL = "Bearer hunter2"
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+async def add(db: Connection[Any], vault: Vault, name: str = "shop", **values: Any) -> Any:
+    settings = EndpointSettings(
+        name=name,
+        url="https://example.com/",
+        headers={"Authorization": CREDENTIAL, "X-Env": "prod"},
+        **values,
+    )
+    return await endpoint_changes.add(db, "relay", settings, actor="test", vault=vault)
+
+
+async def everything(db: Connection[Any]) -> str:
+    """All that stands in the tables, as text."""
+    tables = await db.fetch(
+        "SELECT relname FROM pg_class WHERE relkind IN ('r', 'p') "
+        "AND relnamespace = 'relay'::regnamespace AND NOT relispartition"
+    )
+    rows = [await db.fetch(f'SELECT t::text FROM "{t["relname"]}" t') for t in tables]
+    return str(rows)
+
+
+# ------------------------------------------------------------------ the vault
+
+
+def test_a_text_is_read_again_and_never_looks_the_same() -> None:
+    endpoint = uuid4()
+    first, second = (OLD.seal("whsec_é", endpoint, SIGNING) for _ in range(2))
+    assert first != second
+    assert "whsec" not in first
+    assert first.startswith(f"sealed:{OLD.key_id}:")
+    assert OLD.open(first, endpoint, SIGNING) == "whsec_é"
+    assert BOTH.open(first, endpoint, SIGNING) == "whsec_é"
+    assert BOTH.key_id == NEW.key_id
+
+
+def test_without_a_key_things_are_as_they_are() -> None:
+    assert CLEAR.seal("x", uuid4(), SIGNING) == "x"
+    assert OLD.open("x", uuid4(), SIGNING) == "x"
+
+
+def test_what_was_written_for_one_endpoint_or_use_is_nothing_for_another() -> None:
+    endpoint = uuid4()
+    sealed = OLD.seal("x", endpoint, SIGNING)
+    for other, what in ((uuid4(), SIGNING), (endpoint, "header x")):
+        with pytest.raises(Locked, match="is not what was encrypted for it"):
+            OLD.open(sealed, other, what)
+
+
+@pytest.mark.parametrize("at", range(0, 60, 7))
+def test_whatever_is_changed_in_it_is_found(at: int) -> None:
+    endpoint = UUID(int=7)
+    head, _, data = OLD.seal("a secret that is long", endpoint, SIGNING).rpartition(":")
+    changed = "A" if data[at] != "A" else "B"
+    with pytest.raises(Locked, match="somebody changed the table"):
+        OLD.open(f"{head}:{data[:at]}{changed}{data[at + 1 :]}", endpoint, SIGNING)
+
+
+@pytest.mark.parametrize("rest", ["", ":", "?:", ":x", f"{OLD.key_id}:", f"{OLD.key_id}:é"])
+def test_what_was_never_encrypted_is_locked_and_not_a_crash(rest: str) -> None:
+    with pytest.raises(Locked):
+        OLD.open(f"sealed:{rest}", uuid4(), SIGNING)
+
+
+def test_who_has_not_the_key_is_told_which_one() -> None:
+    sealed = OLD.seal("x", uuid4(), SIGNING)
+    for vault in (CLEAR, NEW):
+        with pytest.raises(Locked, match=f"key {OLD.key_id}; set OUTBOX_KEY"):
+            vault.open(sealed, uuid4(), SIGNING)
+
+
+# ----------------------------------------------------------------- the tables
+
+
+async def test_no_secret_is_in_the_tables(db: Connection[Any]) -> None:
+    made = await add(db, OLD)
+    await endpoint_changes.update(
+        db,
+        "relay",
+        "shop",
+        lambda s: declaration.one({"headers": {"X-Key": "hunter3", "Authorization": None}}, s),
+        actor="test",
+        vault=OLD,
+    )
+    rotated = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=OLD)
+    private = await endpoint_secrets.rotate_secret(
+        db, "relay", "shop", actor="t", vault=OLD, ed25519=True
+    )
+    text = await everything(db)
+    for secret in (made.secret, rotated.secret, CREDENTIAL, "hunter", "whsec_", "whsk_"):
+        assert secret not in text
+    assert private.secret.startswith("whpk_")
+    (found,) = await destinations.read(db, [made.id], OLD)
+    assert dict(found.headers) == {"X-Key": "hunter3", "Authorization": CREDENTIAL}
+    newest, *older = found.secrets_at(0)
+    assert newest.public_text == private.secret
+    assert older == [parse_secret(rotated.secret), parse_secret(made.secret)]
+    assert "hunter" not in repr(found)
+
+
+async def test_who_cannot_read_an_endpoint_says_why_and_the_others_go_on(
+    db: Connection[Any],
+) -> None:
+    await add(db, CLEAR, "clear")
+    made = await add(db, OLD, "shop")
+    ids = [r["id"] for r in await db.fetch("SELECT id FROM endpoint ORDER BY name")]
+    clear, shop = await destinations.read(db, ids, NEW)
+    assert clear.usable
+    assert not shop.usable
+    assert shop.problem == (
+        f"its signing secret is encrypted with the key {OLD.key_id}; set OUTBOX_KEY to the key "
+        f"{OLD.key_id}, or add it behind the one that is there"
+    )
+    with pytest.raises(CannotRun, match='endpoint "shop": its signing secret is encrypted'):
+        await destinations.find(db, "relay", "shop", CLEAR)
+    assert (await destinations.find(db, "relay", "shop", BOTH)).id == made.id
+
+
+async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection[Any]) -> None:
+    await add(db, OLD)
+    for vault in (CLEAR, NEW):
+        with pytest.raises(Locked, match=f"secrets are encrypted here with the key {OLD.key_id}"):
+            await add(db, vault, "second")
+        with pytest.raises(Locked):
+            await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=vault)
+        with pytest.raises(Locked):
+            await endpoint_changes.update(
+                db,
+                "relay",
+                "shop",
+                lambda s: declaration.one({"headers": {"X-Env": "test"}}, s),
+                actor="t",
+                vault=vault,
+            )
+    # With both it is written with the first.
+    await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=BOTH)
+    keys = await db.fetch("SELECT split_part(secret, ':', 2) AS k FROM endpoint_secret ORDER BY id")
+    assert [r["k"] for r in keys] == [OLD.key_id, NEW.key_id]
+
+
+async def test_without_the_key_everything_else_can_be_changed(db: Connection[Any]) -> None:
+    made = await add(db, OLD)
+    for vault in (CLEAR, NEW):
+        found = await endpoints.get(db, "relay", "shop")
+        assert all(isinstance(v, LockedText) for v in found.settings.headers.values())
+        document = {"endpoints": [{**declaration.write(found.settings), "lanes": 2}]}
+        await apply(db, "relay", declaration.read(document), actor="t", vault=vault)
+        done = await endpoint_changes.update(
+            db, "relay", "shop", lambda s: declaration.one({"lanes": 3}, s), actor="t", vault=vault
+        )
+        assert [d.setting for d in done.differences] == ["lanes"]
+    (there,) = await destinations.read(db, [made.id], OLD)
+    assert dict(there.headers)["Authorization"] == CREDENTIAL
+
+
+# ------------------------------------------------------------------ rekeying
+
+
+async def test_everything_is_encrypted_anew(db: Connection[Any]) -> None:
+    made = [await add(db, CLEAR, f"e{i}") for i in range(3)]
+    await endpoint_secrets.rotate_secret(db, "relay", "e0", actor="t")
+    assert await rekeying.survey(db, "relay") == [rekeying.Kept(None, 4 + 6)]
+    done = await rekeying.rekey(db, "relay", OLD, actor="ann")
+    assert (done.key, done.endpoints, done.done, done.secrets) == (OLD.key_id, 3, 3, 10)
+    assert CREDENTIAL not in await everything(db)
+    seen: list[int] = []
+    again = await rekeying.rekey(
+        db, "relay", BOTH, actor="ann", on_progress=lambda d: seen.append(d.done)
+    )
+    assert (again.secrets, seen) == (10, [1, 2, 3])
+    assert await rekeying.survey(db, "relay") == [rekeying.Kept(NEW.key_id, 10)]
+    assert (await rekeying.rekey(db, "relay", NEW, actor="ann")).secrets == 0
+    clear = await rekeying.rekey(db, "relay", NEW.in_clear(), actor="ann")
+    assert (clear.key, clear.secrets) == (None, 10)
+    found = await destinations.read(db, [m.id for m in made], CLEAR)
+    assert all(dict(f.headers)["Authorization"] == CREDENTIAL for f in found)
+    told = await db.fetch("SELECT actor, data FROM journal WHERE kind = 'secrets_rekeyed'")
+    assert [r["actor"] for r in told] == ["ann"] * 3
+
+
+async def test_what_cannot_be_read_is_left_as_it_is(db: Connection[Any]) -> None:
+    await add(db, OLD, "lost")
+    await add(db, BOTH, "good")
+    before = await db.fetchval("SELECT headers::text FROM endpoint WHERE name = 'lost'")
+    done = await rekeying.rekey(db, "relay", NEW, actor="ann")
+    assert (done.done, done.secrets, len(done.locked)) == (2, 0, 1)
+    assert done.locked[0].startswith('endpoint "lost": its signing secret is encrypted with')
+    assert before == await db.fetchval("SELECT headers::text FROM endpoint WHERE name = 'lost'")
+
+
+async def test_a_header_that_only_looks_encrypted_is_encrypted(db: Connection[Any]) -> None:
+    made = await add(db, CLEAR)
+    looks = OLD.seal("x", made.id, "header x-env")
+    text = orjson.dumps({"X-Env": looks}).decode()
+    await db.execute("UPDATE endpoint SET headers = $1::text::jsonb", text)
+    await rekeying.rekey(db, "relay", OLD, actor="ann")
+    (found,) = await destinations.read(db, [made.id], OLD)
+    assert dict(found.headers) == {"X-Env": looks}
+
+
+async def test_a_running_relay_without_the_key_is_not_left_behind(db: Connection[Any]) -> None:
+    await add(db, OLD)
+    store = ReplicaStore(db, None)
+    for name, vault in (("old", OLD), ("both", BOTH)):
+        number = await store.reserve()
+        await store.register(number, name, "0", 30.0, (), vault.key_ids)
+    with pytest.raises(Conflict, match=f"the relay old has not the key {NEW.key_id}"):
+        await rekeying.rekey(db, "relay", BOTH, actor="ann")
+    assert await rekeying.survey(db, "relay") == [rekeying.Kept(OLD.key_id, 3)]
+    assert (await rekeying.rekey(db, "relay", BOTH, actor="ann", force=True)).secrets == 3
+    await db.execute("UPDATE replica SET expires_at = clock_timestamp() WHERE name = 'old'")
+    assert (await rekeying.rekey(db, "relay", BOTH, actor="ann")).secrets == 0
