@@ -10,14 +10,20 @@ hand inside.  Two looks keep it out:
   that counts.
 
 Deliveries to the open internet use https on a port meant for it.  Networks
-that the operator opens (`OUTBOX_ALLOW_NETWORKS`) take plain http and any port.
-A plain http URL with a *name* in it is accepted as soon as anything is open,
-because only the connection shows where the name leads.
+that the operator opens (`OUTBOX_ALLOW_NETWORKS` for the whole relay, and for
+one endpoint its own) take plain http and any port.  A plain http URL with a
+*name* in it is accepted as soon as anything is open, because only the
+connection shows where the name leads.
 
 What is not public is listed here by range and not left to `is_global` of the
 standard library, which knows nothing of IPv4 addresses inside IPv6 ones, and
-changes with Python's version.  For IPv6 the list works the other way round:
-only 2000::/3 is handed out to the public at all (IANA IPv6 Address Space).
+changes with Python's version.  The list has all of IANA's special-purpose
+registries, also what they call globally reachable: nobody receives webhooks
+there.  For IPv6 it works the other way round as well: only 2000::/3 is handed
+out to the public at all (IANA IPv6 Address Space).
+
+Behind a proxy the second look is the proxy's, for names: it resolves them.
+What can be said without resolving is still said here.
 """
 
 from __future__ import annotations
@@ -61,8 +67,11 @@ _REFUSED: tuple[tuple[Network, str], ...] = tuple(
         ("172.16.0.0/12", "a private network"),
         ("192.0.0.0/24", "reserved for protocols"),
         ("192.0.2.0/24", "for documentation"),
+        ("192.31.196.0/24", "a sink for queries about private addresses"),
+        ("192.52.193.0/24", "a relay for multicast"),
         ("192.88.99.0/24", "a 6to4 relay"),
         ("192.168.0.0/16", "a private network"),
+        ("192.175.48.0/24", "a sink for queries about private addresses"),
         ("198.18.0.0/15", "for benchmarks"),
         ("198.51.100.0/24", "for documentation"),
         ("203.0.113.0/24", "for documentation"),
@@ -73,11 +82,14 @@ _REFUSED: tuple[tuple[Network, str], ...] = tuple(
         ("::/96", "an IPv4 address inside an IPv6 one"),
         ("64:ff9b::/96", "an IPv4 address behind NAT64"),
         ("64:ff9b:1::/48", "an IPv4 address behind NAT64"),
+        ("100::/64", "where packets are thrown away"),
         ("2001::/32", "a Teredo tunnel"),
         ("2001::/23", "reserved for protocols"),
         ("2001:db8::/32", "for documentation"),
         ("2002::/16", "a 6to4 tunnel"),
+        ("2620:4f:8000::/48", "a sink for queries about private addresses"),
         ("3fff::/20", "for documentation"),
+        ("5f00::/16", "for segment routing"),
         ("fc00::/7", "a private network"),
         ("fe80::/10", "link-local"),
         ("fec0::/10", "a site-local network"),
@@ -86,6 +98,14 @@ _REFUSED: tuple[tuple[Network, str], ...] = tuple(
 )
 _PLAIN = f"plain http can be read on the way; use https, or open the network with {SETTING}"
 _PUBLIC_V6 = IPv6Network("2000::/3")
+_ISATAP = 0x0000_5EFE
+"""Above the last 32 bits, but for one that says whether those are unique (RFC 5214, 6.1)."""
+
+# What /etc/hosts and resolvers call this machine.
+_LOOPBACK_NAMES = frozenset(
+    {"localhost", "localhost6", "ip6-localhost", "ip6-loopback", "loopback", "localdomain"}
+)
+_LOOPBACK_DOMAINS = (".localhost", ".localdomain", ".localdomain6")
 
 _END_OF_AUTHORITY = re.compile(r"[/?#]")
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
@@ -141,16 +161,39 @@ class EgressPolicy:
             networks: opened for the endpoint, beside the relay's own.
         """
         ip = ip_address(address) if isinstance(address, str) else address
-        # A socket for ::ffff:10.0.0.5 connects to 10.0.0.5.
-        real = getattr(ip, "ipv4_mapped", None) or ip
-        if any(real in network for network in (*self.allow_networks, *networks)):
+        if self._opened(ip, networks):
             return None
-        what = _not_public(real)
+        what = _not_public(_real(ip))
         if what is not None:
             return f"{ip} is {what}; to deliver there, open it with {SETTING}"
+        return _PLAIN if not tls else _wrong_port(port)
+
+    def refusal_of_host(
+        self, host: str, *, port: int, tls: bool, networks: tuple[Network, ...] = ()
+    ) -> str | None:
+        """Why this host may not be delivered to, as far as it shows without resolving it."""
+        if (address := literal(host)) is not None:
+            return self.refusal(address, port=port, tls=tls, networks=networks)
         if not tls:
             return _PLAIN
+        if _is_loopback(host):
+            return f"{host} is loopback; to deliver there, open it with {SETTING}"
         return _wrong_port(port)
+
+    def by_proxy(self, host: str, *, tls: bool, networks: tuple[Network, ...] = ()) -> bool:
+        """Whether a proxy, where there is one, is to connect to this host.
+
+        What stays inside does not leave by it: this machine, addresses in open networks, and
+        plain http, which goes nowhere else.
+        """
+        if not tls or _is_loopback(host):
+            return False
+        address = literal(host)
+        return address is None or not self._opened(address, networks)
+
+    def _opened(self, ip: Address, networks: tuple[Network, ...]) -> bool:
+        real = _real(ip)
+        return any(real in network for network in (*self.allow_networks, *networks))
 
     def _check(self, text: str, networks: tuple[Network, ...]) -> None:
         if len(text) > URL_CHARS_MAX:
@@ -182,35 +225,46 @@ class EgressPolicy:
     ) -> None:
         if "%" in host:
             raise UsageError("url: the host must not hold %")
-        try:
-            address = ip_address(host)
-        except ValueError:
-            pass
-        else:
-            if (why := self.refusal(address, port=port, tls=tls, networks=networks)) is not None:
-                raise UsageError(f"url: {why}")
-            return
-        if _NUMERIC.fullmatch(host):
-            raise UsageError(f"url: {host} is not a host; write an address as four decimal numbers")
-        if self.allow_networks or networks:
-            # Where the name leads, and so what is allowed, only its
-            # connection shows.
-            return
-        if not tls:
-            raise UsageError(f"url: {_PLAIN}")
-        bare = host.rstrip(".").lower()
-        if bare == "localhost" or bare.endswith(".localhost"):
-            raise UsageError(f"url: {host} is loopback; to deliver there, open it with {SETTING}")
-        if (why := _wrong_port(port)) is not None:
+        if literal(host) is None:
+            if _NUMERIC.fullmatch(host):
+                raise UsageError(
+                    f"url: {host} is not a host; write an address as four decimal numbers"
+                )
+            if self.allow_networks or networks:
+                # Where the name leads, and so what is allowed, only its
+                # connection shows.
+                return
+        if (why := self.refusal_of_host(host, port=port, tls=tls, networks=networks)) is not None:
             raise UsageError(f"url: {why}")
+
+
+def literal(host: str) -> Address | None:
+    """The address that a URL's host is, or None for a name."""
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def _real(ip: Address) -> Address:
+    """The address that a socket connects to: for ::ffff:10.0.0.5 that is 10.0.0.5."""
+    return getattr(ip, "ipv4_mapped", None) or ip
+
+
+def _is_loopback(name: str) -> bool:
+    bare = name.rstrip(".").lower()
+    return bare in _LOOPBACK_NAMES or bare.endswith(_LOOPBACK_DOMAINS)
 
 
 def _not_public(ip: Address) -> str | None:
     for network, what in _REFUSED:
         if ip in network:
             return what
-    if isinstance(ip, IPv6Address) and ip not in _PUBLIC_V6:
-        return "not a public address"
+    if isinstance(ip, IPv6Address):
+        if ip not in _PUBLIC_V6:
+            return "not a public address"
+        if int(ip) >> 32 & 0xFDFF_FFFF == _ISATAP:
+            return "an IPv4 address inside an IPv6 one (ISATAP)"
     return None
 
 
