@@ -27,6 +27,7 @@ from outbox.core.names import schema_name
 from outbox.core.periods import Keep
 from outbox.errors import UsageError
 from outbox.web.address import Address, parse_address
+from outbox.web.proxy import Proxy, parse_proxy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,6 +131,11 @@ class Settings(BaseModel):
         description="Private networks that may be delivered to, with plain http and any port: "
         "ranges with commas between them.",
     )
+    proxy: SecretStr | None = Field(
+        default=None,
+        description="Deliveries by https leave through this proxy (CONNECT), but for those to "
+        "open networks: http://[user:password@]host:port, or https://.",
+    )
     health: Address | None = Field(
         default=None,
         description="HOST:PORT that serves /healthz, /readyz and /metrics, to everybody who can "
@@ -170,6 +176,11 @@ class Settings(BaseModel):
             )
         )
 
+    @property
+    def leaves_by(self) -> Proxy | None:
+        """The proxy that deliveries leave by."""
+        return None if self.proxy is None else parse_proxy(self.proxy.get_secret_value())
+
     @field_validator("schema_name")
     @classmethod
     def _schema_name(cls, value: str) -> str:
@@ -191,6 +202,13 @@ class Settings(BaseModel):
     @classmethod
     def _address(cls, value: Any) -> Any:
         return parse_address(value) if isinstance(value, str) else value
+
+    @field_validator("proxy")
+    @classmethod
+    def _proxy(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            parse_proxy(value.get_secret_value())
+        return value
 
     @field_validator("allow_networks", mode="before")
     @classmethod

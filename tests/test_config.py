@@ -56,6 +56,7 @@ def test_every_field_has_a_variable_and_a_description() -> None:
         "key": KEY,
         "notify": "off",
         "allow_networks": "10.0.0.0/8,::1",
+        "proxy": "http://proxy.internal:4750",
         "health": "localhost:9090",
         "admin": "127.0.0.1:0",
         "receivers": "127.0.0.1:1",
@@ -85,9 +86,10 @@ def test_settings_do_not_change() -> None:
 
 def test_secrets_may_stand_in_files(tmp_path: Path) -> None:
     path = tmp_path / "secret"
-    assert secrets() == ["dsn", "secret", "key"]
+    assert secrets() == ["dsn", "secret", "key", "proxy"]
     for name in secrets():
-        text = KEY if name == "key" else SECRET
+        texts = {"key": KEY, "proxy": f"http://me:{SECRET}@proxy:4750"}
+        text = texts.get(name, SECRET)
         path.write_text(f"{text}\n")
         settings = load(env={f"{variable(name)}_FILE": str(path)})
         assert getattr(settings, name).get_secret_value() == text
@@ -136,6 +138,7 @@ def test_the_database(flags: dict[str, Any], env: dict[str, str], source: str) -
             'OUTBOX_ALLOW_NETWORKS: "lo" is not a range of addresses',
         ),
         ({"OUTBOX_ALLOW_NETWORKS": "10.1.0.0/8"}, "did you mean 10.0.0.0/8?"),
+        ({"OUTBOX_PROXY": f"socks5://a:{SECRET}@p:1"}, "OUTBOX_PROXY: must look like http://host"),
     ],
 )
 def test_a_bad_value_names_the_setting_in_one_line(env: dict[str, str], message: str) -> None:
@@ -143,6 +146,7 @@ def test_a_bad_value_names_the_setting_in_one_line(env: dict[str, str], message:
         load(env=env)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,8 @@ async def _test(call: Call[NoQuery, None]) -> Later:
     endpoint = await destinations.find(call.db, call.schema, call.path["name"], _vault(call))
 
     async def go() -> dict[str, Any]:
-        return (await trial.attempt(_policy(call), endpoint)).as_json()
+        proxy = call.settings.leaves_by
+        return (await trial.attempt(_policy(call), endpoint, proxy=proxy)).as_json()
 
     return Later(go)
 

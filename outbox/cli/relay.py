@@ -61,6 +61,11 @@ way: what was not acknowledged is sent again, with the same number.
     help="Private networks that may be delivered to, such as 127.0.0.0/8,10.0.0.0/8.",
 )
 @click.option(
+    "--proxy",
+    metavar="URL",
+    help="Deliver by https through this proxy; better set as OUTBOX_PROXY, which ps hides.",
+)
+@click.option(
     "--health",
     metavar="HOST:PORT",
     help="Serve /healthz, /readyz and /metrics there, to everybody who can reach it.",

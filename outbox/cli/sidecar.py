@@ -57,7 +57,9 @@ async def run(settings: Settings) -> None:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(telemetry.close)
         transport = AiohttpTransport(
-            EgressPolicy(settings.allow_networks), in_flight_max=settings.in_flight_max
+            EgressPolicy(settings.allow_networks),
+            proxy=settings.leaves_by,
+            in_flight_max=settings.in_flight_max,
         )
         stack.push_async_callback(transport.aclose)
         relay = Relay(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from outbox.core.answer import Answer, Headers
+    from outbox.core.answer import Answer, Failure, Headers
     from outbox.transport.egress import Network
 
 
@@ -48,6 +48,15 @@ class Request:
     """Opened for this endpoint, beside what is open for the whole relay."""
     tls: Tls | None = None
     """None: the system's trust store, and no certificate of our own."""
+
+
+class NotConnected(Exception):
+    """There is no connection to send a request on."""
+
+    def __init__(self, failure: Failure, detail: str) -> None:
+        super().__init__(detail)
+        self.failure = failure
+        self.detail = detail
 
 
 class Transport(Protocol):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outbox.core.signature import SigningKey
     from outbox.transport.egress import EgressPolicy
     from outbox.transport.port import Request
+    from outbox.web.proxy import Proxy
 
 TYPE = "outbox.test"
 
@@ -73,9 +74,13 @@ class Tried(Destination, Protocol):
         ...
 
 
-async def attempt(policy: EgressPolicy, endpoint: Tried) -> Trial:
-    """Send one signed delivery of the type `outbox.test`, now and from here."""
-    transport = AiohttpTransport(policy)
+async def attempt(policy: EgressPolicy, endpoint: Tried, *, proxy: Proxy | None = None) -> Trial:
+    """Send one signed delivery of the type `outbox.test`, now and from here.
+
+    Args:
+        proxy: deliveries leave by it.
+    """
+    transport = AiohttpTransport(policy, proxy=proxy)
     try:
         answer = await transport.send(_request(endpoint))
     finally:

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import TYPE_CHECKING
 
 import pytest
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from outbox.transport.client import AiohttpTransport
+from outbox.transport.resolving import Unresolved
 from tests.transport.conformance import LOOPBACK, Make, TransportConformance
 
 if TYPE_CHECKING:
@@ -17,32 +16,22 @@ if TYPE_CHECKING:
     from outbox.transport.egress import EgressPolicy
 
 
-class Hosts(AbstractResolver):
+class Hosts:
+    """A resolver: None for never answering, and an absent name does not exist."""
+
     def __init__(self, hosts: Mapping[str, list[str] | None]) -> None:
         self._hosts = hosts
 
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
+    async def resolve(self, host: str) -> list[str]:
         if host not in self._hosts:
-            raise OSError(None, f"{host}: name not known")
+            raise Unresolved("name not known")
         addresses = self._hosts[host]
         if addresses is None:
             await asyncio.get_running_loop().create_future()
             raise AssertionError
-        return [
-            ResolveResult(
-                hostname=host,
-                host=address,
-                port=port,
-                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
-                proto=0,
-                flags=socket.AI_NUMERICHOST,
-            )
-            for address in addresses
-        ]
+        return addresses
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         pass
 
 
@@ -57,8 +46,6 @@ class TestAiohttp(TransportConformance):
             hosts: Mapping[str, list[str] | None] | None = None,
         ) -> AiohttpTransport:
             resolver = None if hosts is None else Hosts(hosts)
-            return AiohttpTransport(
-                policy, in_flight_max=in_flight_max, tls=tls, resolver=resolver, dns_ttl_s=0
-            )
+            return AiohttpTransport(policy, in_flight_max=in_flight_max, tls=tls, resolver=resolver)
 
         return make

@@ -47,7 +47,8 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
 
         async with database(settings) as connection:
             endpoint = await destinations.find(connection, settings.schema_name, name, vault)
-        return await attempt(EgressPolicy(settings.allow_networks), endpoint)
+        policy = EgressPolicy(settings.allow_networks)
+        return await attempt(policy, endpoint, proxy=settings.leaves_by)
 
     trial = run_async(go())
     if as_json:

@@ -1,0 +1,138 @@
+"""One connection's incoming bytes: how many, and which belong to what.
+
+What aiohttp's own protocol does not do:
+
+* bound what a receiver may send for one answer, whatever it is made of.  Its
+  parser bounds lines and their number, but an endless run of interim answers,
+  chunk extensions or trailers would keep it busy until the time is out;
+* close a kept connection on which the receiver said something while nobody had
+  asked.  aiohttp would take that for the answer to the next request, and a
+  delivery that never arrived would count as delivered;
+* keep the head of an answer whose body is broken.  When both come in one
+  segment, aiohttp's parser fails as a whole and the status is lost; when they
+  do not, whoever reads the body is not told and waits for its time-out.
+
+This leans on a few inner names of aiohttp; the conformance tests of the
+transport fail if those ever change.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import HttpProcessingError
+
+from outbox.core.answer import BODY_BYTES_MAX
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from aiohttp import StreamReader
+    from aiohttp.http import RawResponseMessage
+
+HEAD_BYTES_MAX = 64 * 1024
+"""For the heads of an answer and of all that came before it, together."""
+HEADER_COUNT_MAX = 128
+INTERIM_MAX = 32
+"""So many answers with a status of 1xx are passed over."""
+BODY_RAW_BYTES_MAX = 4 * BODY_BYTES_MAX
+"""For a body with what it is wrapped in: chunks, their extensions, trailers."""
+_HEAD_END = b"\r\n\r\n"
+_HEADS_MAX = 8
+"""More interim answers than this in one segment are not told apart."""
+
+
+class Protocol(ResponseHandler):
+    """Reads one answer at a time, and no more of it than is wanted."""
+
+    used = False
+    """Whether a request was sent on it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._asked = False
+        self._left = HEAD_BYTES_MAX
+        self._body: StreamReader | None = None
+
+    def ask(self, method: str) -> None:
+        """Expect an answer to a request that is sent now."""
+        self.used = self._asked = True
+        self._left, self._body = HEAD_BYTES_MAX, None
+        self.set_response_params(
+            skip_payload=method == "HEAD",
+            read_until_eof=True,
+            auto_decompress=False,
+            read_bufsize=BODY_BYTES_MAX,
+            max_headers=HEADER_COUNT_MAX,
+        )
+
+    async def answer(self) -> tuple[RawResponseMessage, StreamReader]:
+        """The head of the answer, and its body to be read.
+
+        Raises:
+            HttpProcessingError: what came is no answer.
+        """
+        for _ in range(INTERIM_MAX + 1):
+            message, body = await self.read()
+            if not _interim(message):
+                return message, body
+        raise HttpProcessingError(message=f"more than {INTERIM_MAX} answers before the answer")
+
+    def answered(self) -> None:
+        """Expect nothing more: what still comes answers nothing."""
+        self._asked = False
+
+    def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
+        """Called by the parser with every head that it has read."""
+        if self._body is None and not _interim(data[0]):
+            self._left, self._body = BODY_RAW_BYTES_MAX, data[1]
+        super().feed_data(data, size)
+
+    def data_received(self, data: bytes) -> None:
+        if self.used and not self._asked and data:
+            self.force_close()
+            self.abort()
+            return
+        for _ in range(_HEADS_MAX):
+            end = data.find(_HEAD_END) + len(_HEAD_END)
+            if end < len(_HEAD_END) or end == len(data):
+                break
+            self._parse(data[:end])
+            data = data[end:]
+            if self.exception() is not None:
+                return
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        if data and self._left <= 0:
+            return
+        wanted = data[: self._left]
+        self._left -= len(wanted)
+        super().data_received(wanted)
+        if data and self._left <= 0:
+            self._enough()
+        error, payload = self.exception(), self._payload
+        if error is not None and payload is not None and not payload.is_eof():
+            # aiohttp tells nobody who already reads the body, and so that
+            # reader would wait for the rest until its time was out.
+            payload.set_exception(aiohttp.ClientPayloadError(str(error)))
+
+    def _enough(self) -> None:
+        """Read no more, and tell whoever waits for more."""
+        self.force_close()
+        self._pause_transport_reading()
+        if self._body is None:
+            self.set_exception(
+                HttpProcessingError(message=f"a head of over {HEAD_BYTES_MAX} bytes")
+            )
+        elif self._body.total_bytes < BODY_BYTES_MAX and not self._body.is_eof():
+            self._body.set_exception(
+                aiohttp.ClientPayloadError(f"it takes over {BODY_RAW_BYTES_MAX} bytes to send")
+            )
+
+
+def _interim(message: RawResponseMessage) -> bool:
+    """Whether it comes before the answer and is passed over; 101 is an answer."""
+    return 100 <= message.code <= 199 and message.code != 101
