@@ -8,6 +8,7 @@ import pytest
 from outbox.transport.client import AiohttpTransport
 from outbox.transport.resolving import Unresolved
 from tests.transport.conformance import LOOPBACK, Make, TransportConformance
+from tests.transport.receivers import HostileReceivers
 
 if TYPE_CHECKING:
     import ssl
@@ -35,7 +36,7 @@ class Hosts:
         pass
 
 
-class TestAiohttp(TransportConformance):
+class TestAiohttp(TransportConformance, HostileReceivers):
     @pytest.fixture
     def make(self) -> Make:
         def make(
