@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 from uuid import UUID
 
@@ -32,6 +33,7 @@ from outbox.store import (
     endpoint_states,
     endpoints,
 )
+from outbox.store.endpoint_identity import Identity, set_identity
 from outbox.store.endpoint_removal import Removal
 from outbox.store.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.store.endpoint_states import Change
@@ -40,6 +42,7 @@ from outbox.store.vault import Vault
 from outbox.transport import trial
 from outbox.transport.checking import check
 from outbox.transport.egress import EgressPolicy
+from outbox.transport.tls import check_identity
 from outbox.views import endpoints as views
 
 NAME = "/v1/endpoints/{name}"
@@ -105,6 +108,13 @@ class RemovalQuery(Model):
     """Give it nothing new, and remove it when all is sent: ask again until it is gone."""
 
 
+class CertificateBody(Model):
+    """What the relay shows to an endpoint's receiver."""
+
+    pem: str
+    """The certificate, what stands between it and the receiver's authority, and its key."""
+
+
 class Why(Model):
     """What for; kept with the change, and in the journal."""
 
@@ -147,6 +157,8 @@ class Detail(Shown):
     """By the names that files have for them; headers are without their values."""
     health: Health
     secrets: tuple[SecretRow, ...]
+    certificate: dict[str, Any] | None
+    """What its receiver is shown: subject, the end of its time, fingerprint."""
     lanes: tuple[LaneRow, ...]
     hands: tuple[Hand, ...]
     """The last relays that it went through; a tenant is not told."""
@@ -282,6 +294,23 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
     )
 
 
+async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> Identity:
+    about = asdict(check_identity(call.body.pem))
+    return await set_identity(
+        call.db,
+        call.schema,
+        call.path["name"],
+        call.body.pem,
+        about,
+        actor=call.actor,
+        vault=_vault(call),
+    )
+
+
+async def _remove_certificate(call: Call[NoQuery, None]) -> Identity:
+    return await set_identity(call.db, call.schema, call.path["name"], None, None, actor=call.actor)
+
+
 async def _test(call: Call[NoQuery, None]) -> Later:
     endpoint = await destinations.find(call.db, call.schema, call.path["name"], _vault(call))
 
@@ -388,6 +417,25 @@ ROUTES = (
     _action("enable", "Let a disabled endpoint receive again, from now on", _enable, Change),
     _action(
         "rotate-secret", "A new signing secret, shown this once", _rotate, Rotation, RotationBody
+    ),
+    Route(
+        method="PUT",
+        path=f"{NAME}/certificate",
+        summary="Show its receiver a certificate (mutual TLS); it is not shown here again",
+        handler=_set_certificate,
+        scope="operate",
+        tenants=For.ENDPOINT,
+        body=CertificateBody,
+        answers={200: Identity},
+    ),
+    Route(
+        method="DELETE",
+        path=f"{NAME}/certificate",
+        summary="Show its receiver no certificate any more",
+        handler=_remove_certificate,
+        scope="operate",
+        tenants=For.ENDPOINT,
+        answers={200: Identity},
     ),
     Route(
         method="POST",

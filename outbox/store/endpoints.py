@@ -57,7 +57,7 @@ BLOCKED = """EXISTS (
 
 LIST_ENDPOINTS = f"""
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_why, e.generation, e.created_at, {SETTINGS},
-       h.state AS health, h.since, h.held_until, h.last_answer,
+       e.identity_about, h.state AS health, h.since, h.held_until, h.last_answer,
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
        (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0) FROM ({LANE_STATE}) s
          WHERE s.endpoint_id = e.id)::bigint AS owed,
@@ -207,6 +207,8 @@ class Detail:
     settings: EndpointSettings
     health: Health
     secrets: tuple[SecretRow, ...]
+    certificate: dict[str, Any] | None
+    """What its receiver is shown: subject, the end of its time, fingerprint."""
     lanes: tuple[LaneRow, ...]
     hands: tuple[Hand, ...]
     """The last changes of hands, the newest first."""
@@ -257,6 +259,7 @@ async def get(connection: Connection[Any], schema: str, name: str) -> Detail:
         settings=settings_of(row),
         health=Health(row["health"], row["since"], row["held_until"], _json(row["last_answer"])),
         secrets=tuple(SecretRow(**s) for s in secrets),
+        certificate=_json(row["identity_about"]),
         lanes=tuple(_lane(lane) for lane in lanes),
         hands=tuple(Hand(**hand) for hand in hands),
     )

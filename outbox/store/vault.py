@@ -170,6 +170,10 @@ class LockedText(str):
         text.stored, text.why = stored, why
         return text
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Settings are copied, and strings are copied by their text.
+        return LockedText, (self.stored, self.why)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LockedText) and self.stored == other.stored
 

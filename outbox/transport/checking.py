@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from outbox.errors import UsageError
 from outbox.transport.egress import parse_networks
+from outbox.transport.tls import check_ca
 
 if TYPE_CHECKING:
     from outbox.core.declaration import Declared
@@ -28,6 +29,8 @@ def check(
     goes = (wanted.url, wanted.allow_networks)
     if there is None or goes != (there.url, there.allow_networks):
         policy.check_url(wanted.url, parse_networks(",".join(wanted.allow_networks)))
+    if wanted.ca is not None and (there is None or wanted.ca != there.ca):
+        check_ca(wanted.ca)
 
 
 def check_declared(declared: Declared, policy: EgressPolicy) -> None:

@@ -20,6 +20,7 @@ def detail(found: Detail) -> dict[str, Any]:
         "settings": settings(found.settings),
         "health": found.health,
         "secrets": found.secrets,
+        "certificate": found.certificate,
         "lanes": found.lanes,
         "hands": found.hands,
     }

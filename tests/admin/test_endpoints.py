@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import trustme
 
 from outbox.core.answer import Answer
 from outbox.core.signature import parse_secret
 from outbox.receiver.development import DevelopmentReceiver
+from tests.support.api import make_token
 from tests.support.relay import (
     REFUSED,
     Network,
@@ -324,3 +326,72 @@ async def test_declarations_that_cannot_be(
     answer = await api.ask("PUT", "/v1/declaration", body, **query)
     assert answer.status == 422
     assert says in answer.detail
+
+
+# ------------------------------------------------- secrets, networks, certificates
+
+
+def identity() -> str:
+    certificate = trustme.CA().issue_cert("relay.example.com")
+    chain = (blob.bytes() for blob in certificate.cert_chain_pems)
+    return b"".join([*chain, certificate.private_key_pem.bytes()]).decode()
+
+
+async def test_a_certificate_is_taken_described_and_never_shown(
+    database: Database, api: Api
+) -> None:
+    await add_endpoint(database, "shop")
+    path, pem = "/v1/endpoints/shop/certificate", identity()
+    told = (await api.ask("PUT", path, {"pem": pem})).json
+    shown = await api.ask("GET", "/v1/endpoints/shop")
+    assert shown.json["certificate"] == told["certificate"]
+    assert told["certificate"]["not_after"].endswith("Z")
+    assert sorted(told["certificate"]) == ["more", "not_after", "sha256", "subject"]
+    assert "BEGIN" not in str(shown.json) + str(told)
+    wrong = await api.ask("PUT", path, {"pem": pem.replace("PRIVATE KEY", "PUBLIC KEY")})
+    assert wrong.status == 422
+    assert wrong.detail.startswith("identity: ")
+    removed = (await api.ask("DELETE", path)).json
+    assert removed["certificate"] is None
+    assert await fetchval(database, "SELECT identity IS NULL FROM endpoint")
+    kinds = await fetchval(
+        database, "SELECT array_agg(kind ORDER BY id) FROM journal WHERE kind LIKE '%certificate%'"
+    )
+    assert kinds == ["endpoint_certificate_set", "endpoint_certificate_removed"]
+
+
+async def test_a_public_key_takes_the_place_of_a_secret(api: Api) -> None:
+    body = {"name": "a", "url": URL, "ed25519": True}
+    assert (await api.post("/v1/endpoints", body)).json["secret"].startswith("whpk_")
+    rotated = await api.post("/v1/endpoints/a/rotate-secret", {"ed25519": True})
+    assert rotated.json["secret"].startswith("whpk_")
+
+
+async def test_authorities_are_looked_at_before_they_are_trusted(api: Api) -> None:
+    pem = trustme.CA().cert_pem.bytes().decode()
+    made = await api.post("/v1/endpoints", {"name": "a", "url": URL, "ca": pem})
+    assert made.status == 201
+    broken = pem[:100] + pem[164:]
+    for ca in (broken, "x"):
+        refused = await api.ask("PATCH", "/v1/endpoints/a", {"ca": ca})
+        assert (refused.status, refused.detail[:4]) == (422, "ca: ")
+
+
+async def test_only_an_operator_opens_a_network(database: Database, api: Api) -> None:
+    tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
+    inside = "http://10.1.2.3:8080/hooks"
+    body = {"name": "acme.a", "url": inside, "allow_networks": ["10.1.2.3"]}
+    refused = await tenant.post("/v1/endpoints", body)
+    assert refused.status == 422
+    assert "only an operator opens a network" in refused.detail
+    made = await api.post("/v1/endpoints", {**body, "tenant": "acme"})
+    assert made.status == 201, made.json
+    # Where it goes in there is the operator's word, too; everything else is the tenant's.
+    for change in (
+        {"url": "http://10.1.2.3:9/"},
+        {"allow_networks": ["10.0.0.0/8"]},
+        {"allow_networks": None},
+    ):
+        refused = await tenant.ask("PATCH", "/v1/endpoints/acme.a", change)
+        assert refused.status == 422, change
+    assert (await tenant.ask("PATCH", "/v1/endpoints/acme.a", {"lanes": 2})).status == 200

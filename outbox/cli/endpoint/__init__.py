@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.cli.endpoint import change, fetch, look, removal, state, trial
+from outbox.cli.endpoint import certificate, change, fetch, look, removal, state, trial
 from outbox.cli.endpoint.group import command
 
-__all__ = ["change", "command", "fetch", "look", "removal", "state", "trial"]
+__all__ = ["certificate", "change", "command", "fetch", "look", "removal", "state", "trial"]

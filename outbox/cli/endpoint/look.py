@@ -240,6 +240,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("rate", told["rate"] and f"at most {told['rate']:g} requests in a second"),
         ("networks", told["allow_networks"]),
         ("authorities", "its own" if told["ca"] else "the system's"),
+        ("certificate", _certificate(found)),
         ("retry", f"{told['retry']} ({retry.values_of(found.settings.retry)})"),
         ("retryable", "408 425 429 5xx" if told["retryable"] is None else told["retryable"]),
         ("dead letters", row.dead_letters),
@@ -270,6 +271,13 @@ def _relay(found: Detail) -> str:
     if last is None or not last.claimed:
         return "none"
     return f"{last.relay} (replica {last.replica_id}) since {cell(last.at)}"
+
+
+def _certificate(found: Detail) -> str | None:
+    """What its receiver is shown."""
+    if (shown := found.certificate) is None:
+        return None
+    return f"{shown['subject']}, until {shown['not_after'][:10]}, SHA-256 {shown['sha256']}"
 
 
 def _kept(found: Detail) -> str:

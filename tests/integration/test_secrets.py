@@ -1,0 +1,194 @@
+"""Encrypted secrets, private keys and certificates in real relays' deliveries."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trustme
+from aiohttp import web
+
+from outbox.core.endpoint import EndpointSettings
+from outbox.core.keys import format_key
+from outbox.core.signature import parse_key, verify
+from outbox.store import endpoint_changes, endpoint_secrets, rekeying
+from outbox.store.endpoint_identity import set_identity
+from outbox.store.endpoint_removal import remove
+from outbox.store.vault import Vault
+from outbox.transport.client import AiohttpTransport
+from outbox.transport.egress import EgressPolicy
+from outbox.transport.tls import check_identity
+from tests.support.relay import (
+    QUICK_RETRY,
+    Network,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+    settings_for,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+OLD, NEW = (format_key(bytes([i]) * 32) for i in (1, 2))
+
+
+async def add(database: Database, key: str, **values: Any) -> endpoint_changes.NewEndpoint:
+    settings = EndpointSettings.from_dict(
+        {"name": "shop", "url": "http://receiver.test/", "retry": QUICK_RETRY, **values}
+    )
+    async with database.at_hand() as connection:
+        return await endpoint_changes.add(
+            connection, "relay", settings, actor="test", vault=vault(database, key)
+        )
+
+
+def vault(database: Database, key: str) -> Vault:
+    return Vault.of(settings_for(database, key=key))
+
+
+async def test_deliveries_go_on_while_everything_gets_another_key(database: Database) -> None:
+    made = await add(database, OLD, headers={"X-Api-Key": "hunter2"})
+    network = Network()
+    async with running(database, network, key=f"{NEW} {OLD}"):
+        for number in range(3):
+            await publish(database, number)
+            await all_ended(database)
+            async with database.at_hand() as connection:
+                await rekeying.rekey(
+                    connection, "relay", vault(database, f"{NEW} {OLD}"), actor="test"
+                )
+                # Whoever looks at the settings again reads what is encrypted anew.
+                await endpoint_changes.update(
+                    connection,
+                    "relay",
+                    "shop",
+                    lambda s: EndpointSettings.from_dict({**s.to_dict(), "rate_per_s": 100.0}),
+                    actor="test",
+                )
+    assert network.data() == [0, 1, 2]
+    for sent in network.sent:
+        assert sent.headers["x-api-key"] == "hunter2"
+        verify(sent.headers, sent.request.body, [parse_key(made.secret)], time.time())
+
+
+async def test_a_relay_without_the_key_sends_nothing_and_one_with_it_does(
+    database: Database,
+) -> None:
+    await add(database, OLD)
+    await publish(database, 1)
+    blind = Network()
+    async with running(database, blind, key=NEW) as worker:
+        await worker.started.wait()
+        await until(
+            lambda: fetchval(database, "SELECT bool_or(replica_id IS NOT NULL) FROM ownership"),
+            20,
+            "the endpoint to be claimed",
+        )
+        await until(
+            lambda: fetchval(database, "SELECT count(*) = 1 FROM delivery"), 20, "its number"
+        )
+    assert blind.sent == []
+    network = Network()
+    async with running(database, network, key=OLD):
+        await all_ended(database)
+    assert network.data() == [1]
+
+
+async def test_a_receiver_verifies_with_a_public_key_beside_the_old_secret(
+    database: Database,
+) -> None:
+    made = await add(database, OLD)
+    async with database.at_hand() as connection:
+        rotated = await endpoint_secrets.rotate_secret(
+            connection, "relay", "shop", actor="t", vault=vault(database, OLD), ed25519=True
+        )
+    network = Network()
+    async with running(database, network, key=OLD):
+        await publish(database, 1)
+        await all_ended(database)
+    (sent,) = network.sent
+    for text in (rotated.secret, made.secret):
+        verify(sent.headers, sent.request.body, [parse_key(text)], time.time())
+    newest, older = sent.headers["webhook-signature"].split(" ")
+    assert newest.startswith("v1a,")
+    assert older.startswith("v1,")
+
+
+async def test_a_receiver_that_wants_our_certificate_gets_it(database: Database) -> None:
+    theirs, ours = trustme.CA(), trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    theirs.issue_cert("127.0.0.1").configure_cert(context)
+    ours.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    certificate = ours.issue_cert("relay.example.com")
+    pem = b"".join(
+        [
+            *(blob.bytes() for blob in certificate.cert_chain_pems),
+            certificate.private_key_pem.bytes(),
+        ]
+    ).decode()
+    shown: list[str] = []
+
+    async def receive(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        peer = request.transport.get_extra_info("peercert")
+        shown.append(dict(peer["subjectAltName"])["DNS"])
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/", receive)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
+    await site.start()
+    url = f"https://127.0.0.1:{runner.addresses[0][1]}/"
+    transport = AiohttpTransport(EgressPolicy())
+    try:
+        await add(
+            database,
+            OLD,
+            url=url,
+            ca=theirs.cert_pem.bytes().decode(),
+            allow_networks=("127.0.0.1/32",),
+            retry={"attempts_max": 1000, "base_s": 0.01, "cap_s": 0.05},
+        )
+        async with running(database, transport, key=OLD):
+            await publish(database, 1)
+            await until(
+                lambda: fetchval(
+                    database, "SELECT bool_or(last_answer IS NOT NULL) FROM endpoint_health"
+                ),
+                20,
+                "the handshake to fail",
+            )
+            assert shown == []
+            async with database.at_hand() as connection:
+                about = asdict(check_identity(pem))
+                await set_identity(
+                    connection, "relay", "shop", pem, about, actor="t", vault=vault(database, OLD)
+                )
+            await all_ended(database)
+    finally:
+        await transport.aclose()
+        await runner.cleanup()
+    assert shown == ["relay.example.com"]
+    stored = await fetchval(database, "SELECT identity FROM endpoint")
+    assert stored.startswith("sealed:")
+    assert "PRIVATE" not in str(await fetchval(database, "SELECT array_agg(data) FROM journal"))
+
+
+async def test_whoever_is_removed_leaves_no_secret(database: Database) -> None:
+    await add(database, OLD, headers={"X-Api-Key": "hunter2"})
+    async with database.at_hand() as connection:
+        await remove(connection, "relay", "shop", actor="t")
+    left = "SELECT headers::text || coalesce(identity, '') FROM endpoint"
+    assert await fetchval(database, left) == "{}"
+    assert await fetchval(database, "SELECT count(*) FROM endpoint_secret") == 0
