@@ -17,7 +17,7 @@ again.  That includes two that look permanent:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum, StrEnum
@@ -31,6 +31,9 @@ Headers: TypeAlias = tuple[tuple[str, str], ...]
 BODY_BYTES_MAX = 16 * 1024
 """How much of an answer's body is ever read."""
 DETAIL_CHARS_MAX = 300
+SECRET_CHARS_MIN = 6
+"""A header's value that is shorter is no secret, and stands in answers by chance."""
+NOT_KEPT = b"(not kept)"
 SUMMARY_VERSION = 1
 """Of the form in which answers are stored; raised when the meaning of a field changes."""
 SUMMARY_BODY_CHARS_MAX = 2048
@@ -138,6 +141,21 @@ class Answer:
     def failed(cls, failure: Failure, detail: str, elapsed_s: float) -> Answer:
         """No status line ever came."""
         return cls(None, failure, one_line(detail), (), b"", elapsed_s)
+
+
+def without(answer: Answer, secrets: Iterable[str]) -> Answer:
+    """The answer without what we sent and must not keep: some receivers send it back."""
+    # The longest first: one may be a part of another.
+    known = sorted((s.encode() for s in secrets if len(s) >= SECRET_CHARS_MIN), key=len)[::-1]
+    texts = (answer.body, *(value.encode("latin-1", "replace") for _, value in answer.headers))
+    if not any(secret in text for secret in known for text in texts):
+        return answer
+    body, headers = answer.body, dict(enumerate(answer.headers))
+    for secret in known:
+        body = body.replace(secret, NOT_KEPT)
+        for i, (name, value) in headers.items():
+            headers[i] = name, value.replace(secret.decode(), NOT_KEPT.decode())
+    return replace(answer, body=body[:BODY_BYTES_MAX], headers=tuple(headers.values()))
 
 
 def classify(

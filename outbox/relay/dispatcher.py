@@ -13,7 +13,7 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from outbox.core.answer import Verdict, classify, retry_after_s, summary
+from outbox.core.answer import Verdict, classify, retry_after_s, summary, without
 from outbox.core.health import State
 from outbox.core.operational import is_operational
 from outbox.core.statuses import GONE
@@ -361,6 +361,8 @@ class Dispatcher:
             except BaseException:
                 self._observer.abandoned(span, self._now())
                 raise
+        if home.endpoint.headers:
+            answer = without(answer, home.endpoint.credentials)
         now = self._now()
         verdict = self._judge(home, send, answer, now)
         record = machine.answered(

@@ -104,6 +104,13 @@ class Endpoint:
         """Whether deliveries may be sent to it, now or when it is resumed."""
         return not self.ends and self.problem is None
 
+    @property
+    def credentials(self) -> tuple[str, ...]:
+        """What its requests hold that is not to be kept."""
+        # Also without "Bearer", because that is how receivers look at it.
+        values = [value for _, value in self.headers]
+        return (*values, *(value.rpartition(" ")[2] for value in values if " " in value))
+
     def secrets_at(self, now: float) -> list[SigningKey]:
         """What to sign with; while one replaces the other, both."""
         return [secret for secret, ends_at in self.secrets if ends_at is None or now < ends_at]

@@ -12,7 +12,7 @@ from uuid import uuid4
 import orjson
 
 from outbox.core import duration, retry
-from outbox.core.answer import Verdict, classify, retry_after_s, summary
+from outbox.core.answer import Verdict, classify, retry_after_s, summary, without
 from outbox.core.request import Delivery, prepare
 from outbox.core.statuses import GONE
 from outbox.transport.addressing import Destination, addressed
@@ -69,6 +69,8 @@ class Tried(Destination, Protocol):
     def retry(self) -> RetryPolicy: ...
     @property
     def retryable(self) -> frozenset[int]: ...
+    @property
+    def credentials(self) -> Sequence[str]: ...
     def secrets_at(self, now: float) -> Sequence[SigningKey]:
         """What to sign with."""
         ...
@@ -85,6 +87,7 @@ async def attempt(policy: EgressPolicy, endpoint: Tried, *, proxy: Proxy | None 
         answer = await transport.send(_request(endpoint))
     finally:
         await transport.aclose()
+    answer = without(answer, endpoint.credentials)
     said = _outcome(answer, endpoint)
     return Trial(endpoint.name, endpoint.method, endpoint.url, answer, *said)
 

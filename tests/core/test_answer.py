@@ -26,6 +26,7 @@ from outbox.core.answer import (
     receipt,
     retry_after_s,
     summary,
+    without,
 )
 
 NOW = datetime(2026, 1, 31, 12, 0, 0, tzinfo=UTC).timestamp()
@@ -258,3 +259,18 @@ def test_what_an_attempt_came_to_in_words(told: Any, says: str) -> None:
 @pytest.mark.parametrize("failure", Failure)
 def test_without_an_answer_nothing_is_said_to_have_answered(failure: Failure) -> None:
     assert "answered" not in in_words({"failure": failure.value})
+
+
+def test_what_we_sent_is_not_kept_although_it_comes_back() -> None:
+    secret = "Bearer hunter2"
+    answer = Answer.of(
+        401,
+        0.001,
+        headers=(("X-Request-Id", f"for {secret}"), ("Server", "x")),
+        body=b'{"authorization": "Bearer hunter2", "x": 1}',
+    )
+    kept = without(answer, [secret, "x"])
+    assert kept.headers == (("X-Request-Id", "for (not kept)"), ("Server", "x"))
+    assert kept.body == b'{"authorization": "(not kept)", "x": 1}'
+    assert "hunter2" not in str(summary(kept))
+    assert without(answer, ["another"]) is answer

@@ -42,10 +42,14 @@ class Collector:
         self.spans: list[Span] = []
         self.metrics: dict[str, Any] = {}
         """The newest of each name."""
+        self.raw = b""
+        """Everything, as it came."""
         self.url = ""
 
     async def traces(self, request: web.Request) -> web.Response:
-        said = ExportTraceServiceRequest.FromString(await _body(request))
+        body = await _body(request)
+        self.raw += body
+        said = ExportTraceServiceRequest.FromString(body)
         self.spans += [
             Span(span, each.resource)
             for each in said.resource_spans
@@ -55,7 +59,9 @@ class Collector:
         return web.Response()
 
     async def measurements(self, request: web.Request) -> web.Response:
-        said = ExportMetricsServiceRequest.FromString(await _body(request))
+        body = await _body(request)
+        self.raw += body
+        said = ExportMetricsServiceRequest.FromString(body)
         for each in said.resource_metrics:
             for scope in each.scope_metrics:
                 self.metrics |= {metric.name: metric for metric in scope.metrics}

@@ -334,5 +334,6 @@ def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> Endpoint
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon:
-        raise UsageError(f'--header: "{name[:40]}" is not "NAME: VALUE"')
+        # Not what it is instead: that may be the credential.
+        raise UsageError('--header: there is no ":" in it; it must look like "NAME: VALUE"')
     return name.strip(), value.strip()

@@ -1,0 +1,239 @@
+"""Secrets that a run of everything must not leave anywhere.
+
+Each is a text that stands nowhere else.  They are given to real processes, which deliver,
+fail, are asked by every command and every route, and are shown in a browser; then all that
+came of it is searched: output, logs, traces, metrics, pages, process lists, and the tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+import trustme
+from aiohttp import web
+
+from outbox.core.keys import format_key
+from outbox.web.address import Address
+from outbox.web.serving import serving
+from tests.page.visitor import visiting
+from tests.support.collector import collecting
+from tests.support.process import outbox, relay_process
+from tests.support.relay import fetchval, publish
+from tests.support.tcp import free_port
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+
+pytestmark = [pytest.mark.one_major, pytest.mark.asyncio(loop_scope="session")]
+
+PATHS = re.compile(r"\{(\w+)\}")
+
+
+class Canaries:
+    """The secrets, and where they were found."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+        self.found: list[str] = []
+        self.searched: dict[str, int] = {}
+
+    def watch(self, name: str, text: str) -> str:
+        """Look out for a secret, whole or without what stands in front of it."""
+        self.texts[name] = text.strip()
+        for prefix in ("whsec_", "obkey_"):
+            if text.startswith(prefix):
+                self.texts[f"{name}, bare"] = text.strip().removeprefix(prefix).rstrip("=")
+        return text
+
+    def search(self, where: str, what: str) -> None:
+        self.searched[where] = self.searched.get(where, 0) + len(what)
+        for name, text in self.texts.items():
+            if text in what:
+                at = what.index(text)
+                self.found.append(f"{name} in {where}: …{what[max(at - 60, 0) : at + 20]}…")
+
+
+async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) -> None:
+    canaries = Canaries()
+
+    def file(name: str, text: str) -> str:
+        (path := tmp_path / name).write_text(text)
+        path.chmod(0o600)
+        return str(path)
+
+    key = canaries.watch("OUTBOX_KEY", format_key(os.urandom(32)))
+    canaries.watch("database password", "canarydatabasepassword")
+    canaries.watch("proxy password", "canaryproxypassword")
+    canaries.watch(
+        "proxy authorization", base64.b64encode(b"me:canaryproxypassword").decode().rstrip("=")
+    )
+    header = canaries.watch("header", "canaryheadervalue")
+    dsn = database.dsn + ("&" if "?" in database.dsn else "?") + "password=canarydatabasepassword"
+    env = {
+        "OUTBOX_DSN_FILE": file("dsn", dsn),
+        "OUTBOX_KEY_FILE": file("key", key),
+        "OUTBOX_PROXY_FILE": file(
+            "proxy", f"http://me:canaryproxypassword@127.0.0.1:{free_port()}"
+        ),
+        "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
+    }
+
+    async def command(*words: str, stdin: str = "", secret: str = "", **more: str) -> Any:
+        """A command; `secret` names the member of its answer that it may show."""
+        ended = await outbox(*words, env=env | more, stdin=stdin)
+        said = None
+        if secret:
+            said = ended.json[secret]
+            canaries.search("output", ended.stdout.replace(said, "") + ended.stderr)
+            return said
+        canaries.search("output", ended.stdout + ended.stderr)
+        return ended
+
+    certificate = trustme.CA().issue_cert("relay.example.com")
+    private = certificate.private_key_pem.bytes().decode()
+    canaries.watch("client key", private.splitlines()[2])
+    chain = "".join(blob.bytes().decode() for blob in certificate.cert_chain_pems)
+
+    async def echo(request: web.Request) -> web.Response:
+        """A receiver that sends back all that it was sent, and fails."""
+        said = "\n".join(f"{name}: {value}" for name, value in request.headers.items())
+        bad = request.path == "/bad"
+        return web.Response(status=400 if bad else 200, text=said, headers={"X-Request-Id": header})
+
+    application = web.Application()
+    application.router.add_post("/{path}", echo)
+    async with (
+        collecting() as collector,
+        serving(application, Address("127.0.0.1", 0)) as address,
+    ):
+        for name, url in (
+            ("good", f"{address.url}good"),
+            ("bad", f"{address.url}bad"),
+            ("away", "https://receiver.example.com/hooks"),
+            ("dead", f"http://127.0.0.1:{free_port()}/"),
+        ):
+            made = await command(
+                *("endpoint", "add", name, url, "--headers-file", "-", "--json"),
+                stdin=f"Authorization: Bearer {header}\nX-Key: {header}\n",
+                secret="secret",
+            )
+            canaries.watch(f"secret of {name}", made)
+        await command("endpoint", "certificate", "away", "-", stdin=chain + private)
+        rotated = await command("endpoint", "rotate-secret", "good", "--json", secret="secret")
+        canaries.watch("rotated secret", rotated)
+        token = await command(
+            *("token", "add", "all", "--json"),
+            *("--scope", "read", "--scope", "publish", "--scope", "operate"),
+            secret="secret",
+        )
+        canaries.watch("token", token)
+        canaries.watch(
+            "fetch token",
+            await command("endpoint", "fetch-token", "good", "--json", secret="token"),
+        )
+        admin, health, receivers = free_port(), free_port(), free_port()
+        served = {
+            "OUTBOX_ADMIN": f"127.0.0.1:{admin}",
+            "OUTBOX_HEALTH": f"127.0.0.1:{health}",
+            "OUTBOX_RECEIVERS": f"127.0.0.1:{receivers}",
+            "OUTBOX_LOG_LEVEL": "debug",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
+            "OTEL_BSP_SCHEDULE_DELAY": "50",
+            "OTEL_METRIC_EXPORT_INTERVAL": "100",
+        }
+        log = tmp_path / "relay.log"
+        async with relay_process(env | served, log) as relay:
+            await publish(database, 1, 2, type="order.paid")
+            await until(
+                lambda: fetchval(
+                    database,
+                    "SELECT (SELECT count(*) >= 2 FROM dead_letter) AND "
+                    "(SELECT count(*) >= 2 FROM attempt WHERE outcome = 'delivered') AND "
+                    "(SELECT count(*) = 2 FROM lane_progress WHERE last_answer IS NOT NULL)",
+                ),
+                60,
+                "what works to be delivered, and what does not to have failed",
+            )
+            event = str(await fetchval(database, "SELECT event_id FROM outbox LIMIT 1"))
+            for words in (
+                ("endpoint", "list"),
+                ("endpoint", "show", "good"),
+                ("endpoint", "show", "away"),
+                ("endpoint", "export"),
+                ("endpoint", "test", "good"),
+                ("endpoint", "test", "bad"),
+                ("endpoint", "test", "away"),
+                ("dead", "list"),
+                ("dead", "show", "1"),
+                ("trace", event),
+                ("status",),
+                ("doctor",),
+                ("verify",),
+                ("token", "list"),
+                ("replay", "list"),
+                ("rekey", "--check"),
+            ):
+                await command(*words)
+                await command(*words, "--json")
+            bad_header = f"Host: {header}"
+            for words in (
+                ("endpoint", "update", "good", "--headers-file", "-"),
+                ("endpoint", "add", "x", "https://example.com", "--headers-file", "-"),
+            ):
+                for stdin in (bad_header, f"X-A: {header}\x01", header):
+                    await command(*words, stdin=stdin, OUTBOX_DEBUG="1")
+            await command("status", OUTBOX_KEY_FILE=file("bad", key + "x"), OUTBOX_DEBUG="1")
+            away = dsn.replace("/run", "/nowhere").replace("/tmp", "/nowhere")
+            await command("status", OUTBOX_DSN_FILE=file("away", away), OUTBOX_DEBUG="1")
+
+            async with aiohttp.ClientSession() as session:
+                head = {"Authorization": f"Bearer {token}"}
+                base = f"http://127.0.0.1:{admin}"
+                async with session.get(f"{base}/openapi.json") as answer:
+                    paths = (await answer.json())["paths"]
+                values = {"name": "good", "id": event, "key": "k"}
+                for path, methods in paths.items():
+                    if "get" not in methods:
+                        continue
+                    for number in ("1", event):
+                        filled = PATHS.sub(
+                            lambda m, n=number: n if m[1] == "id" else values.get(m[1], "1"), path
+                        )
+                        async with session.get(base + filled, headers=head) as answer:
+                            canaries.search("API", str(answer.headers) + await answer.text())
+                async with session.get(f"http://127.0.0.1:{health}/metrics") as answer:
+                    canaries.search("metrics", await answer.text())
+            async with visiting(f"{base}/") as visitor:
+                await visitor.come_in(token)
+                for place in ("endpoints", "endpoint/bad", "dead", "letter/1", "replicas"):
+                    await visitor.goes_to(place)
+                    await visitor.sees(visitor.main)
+                    canaries.search("page", await visitor.page.content())
+            assert relay.process is not None
+            for what in ("cmdline", "environ"):
+                process = Path(f"/proc/{relay.process.pid}/{what}")
+                canaries.search("process list", await asyncio.to_thread(process.read_text))
+            assert await relay.end() == 0
+        canaries.search("log", await asyncio.to_thread(log.read_text))
+        canaries.search("traces and metrics", collector.raw.decode("latin-1"))
+    async with database.at_hand() as connection:
+        tables = await connection.fetch(
+            "SELECT relname FROM pg_class WHERE relkind IN ('r', 'p') "
+            "AND relnamespace = 'relay'::regnamespace AND NOT relispartition"
+        )
+        for table in tables:
+            rows = await connection.fetch(f'SELECT t::text AS t FROM "{table["relname"]}" t')
+            canaries.search(f"table {table['relname']}", "\n".join(row["t"] for row in rows))
+    assert canaries.found == []
+    for where in ("output", "API", "metrics", "page", "process list", "log", "traces and metrics"):
+        assert canaries.searched[where] > 10, where
+    echoed = await fetchval(database, "SELECT array_agg(last_answer) FROM dead_letter")
+    assert "authorization: (not kept)" in str(echoed).lower()
