@@ -10,6 +10,7 @@ import trustme
 from outbox.core.answer import Answer
 from outbox.core.signature import parse_secret
 from outbox.receiver.development import DevelopmentReceiver
+from outbox.transport.egress import EgressPolicy
 from tests.support.api import make_token
 from tests.support.relay import (
     REFUSED,
@@ -22,6 +23,7 @@ from tests.support.relay import (
     running,
 )
 from tests.support.waiting import until
+from tests.transport import hostile
 
 if TYPE_CHECKING:
     from tests.support.api import Api
@@ -395,3 +397,17 @@ async def test_only_an_operator_opens_a_network(database: Database, api: Api) ->
         refused = await tenant.ask("PATCH", "/v1/endpoints/acme.a", change)
         assert refused.status == 422, change
     assert (await tenant.ask("PATCH", "/v1/endpoints/acme.a", {"lanes": 2})).status == 200
+
+
+async def test_no_hostile_url_becomes_an_endpoints(database: Database, api: Api) -> None:
+    await add_endpoint(database, "good")
+    policy = EgressPolicy(["127.0.0.0/8"])  # As the API under test has it.
+    refused = [url for url in hostile.URLS if policy.refusal_of_url(url)]
+    assert len(refused) > 150
+    for url in refused:
+        added = await api.post("/v1/endpoints", {"name": "x", "url": url})
+        assert added.status == 422, url
+        assert "url: " in added.detail, url
+        changed = await api.ask("PATCH", "/v1/endpoints/good", {"url": url})
+        assert changed.status == 422, url
+    assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1

@@ -38,6 +38,7 @@ from tests.support.relay import (
 )
 from tests.support.tcp import free_port
 from tests.support.waiting import until
+from tests.transport import hostile
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -535,3 +536,14 @@ def test_a_test_goes_nowhere_that_the_relay_would_not(here: Command) -> None:
     assert (result.json["failure"], result.json["outcome"]) == ("egress_refused", "retried")
     missing = here("endpoint", "test", "b")
     assert missing.code == 2
+
+
+def test_no_hostile_url_becomes_an_endpoints(outbox: Command) -> None:
+    """They are refused before a database is asked."""
+    for url in hostile.URLS:
+        # What a shell cannot say, a command is never told.
+        if "\0" in url:
+            continue
+        result = outbox("endpoint", "add", "x", "--", url, OUTBOX_DSN="postgresql://nowhere/")
+        assert result.code == 2, url
+        assert result.error.startswith("url: "), url

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Mapping
 
+    from outbox.web.proxy import Proxy
     from tests.transport.certificates import Certificates
 
 LOOPBACK = EgressPolicy(["127.0.0.0/8"])
@@ -45,6 +46,7 @@ class Make(Protocol):
         in_flight_max: int = ...,
         tls: ssl.SSLContext | None = ...,
         hosts: Mapping[str, list[str] | None] | None = ...,
+        proxy: Proxy | None = ...,
     ) -> Transport: ...
 
 

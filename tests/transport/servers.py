@@ -113,6 +113,11 @@ class RawServer:
             with contextlib.suppress(ConnectionError, OSError):
                 await writer.wait_closed()
 
+    async def ended(self) -> None:
+        """Wait until no connection is open."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()

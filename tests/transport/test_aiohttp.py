@@ -8,6 +8,7 @@ import pytest
 from outbox.transport.client import AiohttpTransport
 from outbox.transport.resolving import Unresolved
 from tests.transport.conformance import LOOPBACK, Make, TransportConformance
+from tests.transport.guarding import Guarding, authority, connected
 from tests.transport.receivers import HostileReceivers
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outbox.transport.egress import EgressPolicy
+    from outbox.web.proxy import Proxy
+
+
+__all__ = ("authority", "connected")  # Fixtures.
 
 
 class Hosts:
@@ -36,7 +41,7 @@ class Hosts:
         pass
 
 
-class TestAiohttp(TransportConformance, HostileReceivers):
+class TestAiohttp(TransportConformance, Guarding, HostileReceivers):
     @pytest.fixture
     def make(self) -> Make:
         def make(
@@ -45,8 +50,11 @@ class TestAiohttp(TransportConformance, HostileReceivers):
             in_flight_max: int = 1000,
             tls: ssl.SSLContext | None = None,
             hosts: Mapping[str, list[str] | None] | None = None,
+            proxy: Proxy | None = None,
         ) -> AiohttpTransport:
             resolver = None if hosts is None else Hosts(hosts)
-            return AiohttpTransport(policy, in_flight_max=in_flight_max, tls=tls, resolver=resolver)
+            return AiohttpTransport(
+                policy, proxy=proxy, in_flight_max=in_flight_max, tls=tls, resolver=resolver
+            )
 
         return make

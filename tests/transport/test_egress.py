@@ -9,74 +9,12 @@ from hypothesis import strategies as st
 
 from outbox.errors import UsageError
 from outbox.transport.egress import SETTING, EgressPolicy, parse_networks
+from tests.transport.hostile import ADDRESSES, URLS
 
 CLOSED = EgressPolicy()
 OPEN = EgressPolicy(["127.0.0.0/8", "::1", "10.1.0.0/16"])
 
-# What stays inside, and what reaches inside under another name.
-INSIDE = [
-    "0.0.0.0",
-    "0.1.2.3",
-    "10.0.0.1",
-    "10.255.255.255",
-    "100.64.0.1",
-    "100.100.100.200",
-    "100.127.255.255",
-    "127.0.0.1",
-    "127.255.255.254",
-    "168.63.129.16",
-    "169.254.169.254",
-    "172.16.0.1",
-    "172.31.255.255",
-    "192.0.0.192",
-    "192.0.2.1",
-    "192.88.99.1",
-    "192.168.1.1",
-    "198.18.0.1",
-    "198.51.100.1",
-    "203.0.113.1",
-    "224.0.0.1",
-    "239.255.255.255",
-    "240.0.0.1",
-    "255.255.255.255",
-    "::",
-    "::1",
-    "::127.0.0.1",
-    "::8.8.8.8",
-    "::ffff:10.0.0.1",
-    "::ffff:127.0.0.1",
-    "::ffff:169.254.169.254",
-    "64:ff9b::10.0.0.1",
-    "64:ff9b::8.8.8.8",
-    "64:ff9b:1::a00:1",
-    "100::1",
-    "2001::1",
-    "2001:0:4136:e378:8000:63bf:3fff:fdd2",
-    "2001:2::1",
-    "2001:10::1",
-    "2001:20::1",
-    "2001:db8::1",
-    "2002:7f00:1::1",
-    "2002:a00:1::1",
-    "3fff::1",
-    "4000::1",
-    "5f00::1",
-    "fc00::1",
-    "fd00:ec2::254",
-    "fe80::1",
-    "fe80::1%eth0",
-    "fec0::1",
-    "ff02::1",
-]
 OUTSIDE = ["1.1.1.1", "8.8.8.8", "93.184.215.14", "172.32.0.1", "2606:4700::1111", "2a00:1450::1"]
-
-
-@pytest.mark.parametrize("address", INSIDE)
-def test_addresses_that_are_not_public_are_refused_with_a_reason(address: str) -> None:
-    why = CLOSED.refusal(address, port=443, tls=True)
-    assert why is not None
-    assert SETTING in why
-    assert "\n" not in why
 
 
 @pytest.mark.parametrize("address", OUTSIDE)
@@ -97,7 +35,7 @@ def test_opened_networks_take_plain_http_and_any_port() -> None:
 
 def test_even_the_whole_internet_can_be_opened() -> None:
     everything = EgressPolicy(["0.0.0.0/0", "::/0"])
-    for address in (*INSIDE, *OUTSIDE):
+    for address in (*ADDRESSES, *OUTSIDE):
         assert everything.refusal(address, port=1, tls=False) is None
 
 
@@ -120,6 +58,44 @@ def test_what_python_calls_not_global_is_never_let_through(address: object) -> N
 
 
 # ---------------------------------------------------------------------- URLs
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_hostile_urls_are_refused_with_a_reason_of_one_line(url: str) -> None:
+    with pytest.raises(UsageError, match="url: ") as error:
+        CLOSED.check_url(url)
+    assert "\n" not in str(error.value)
+    assert CLOSED.refusal_of_url(url)
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_hostile_addresses_are_refused_whoever_found_them(address: str) -> None:
+    for networks in ((), (ip_network("10.77.0.0/16"),)):
+        why = CLOSED.refusal(address, port=443, tls=True, networks=networks)
+        assert why is not None
+        assert SETTING in why
+        assert "\n" not in why
+
+
+def test_what_is_open_for_an_endpoint_is_open_beside_the_relays_own() -> None:
+    own = (ip_network("192.168.7.0/24"),)
+    for url in ("http://192.168.7.1:9000/", "http://10.1.0.1:9000/", "http://inside.example:9000/"):
+        OPEN.check_url(url, own)
+    CLOSED.check_url("http://192.168.7.1:9000/", own)
+    assert CLOSED.refusal("192.168.7.1", port=9000, tls=False, networks=own) is None
+    assert CLOSED.refusal("::ffff:192.168.7.1", port=9000, tls=False, networks=own) is None
+    assert CLOSED.refusal("192.168.8.1", port=9000, tls=False, networks=own)
+    with pytest.raises(UsageError, match=SETTING):
+        CLOSED.check_url("http://192.168.7.1:9000/")
+
+
+def test_by_a_proxy_goes_what_leaves() -> None:
+    own = (ip_network("192.168.7.0/24"),)
+    for host in ("example.com", "8.8.8.8", "192.168.8.1", "2606:4700::1111"):
+        assert OPEN.by_proxy(host, tls=True, networks=own)
+        assert not OPEN.by_proxy(host, tls=False, networks=own)
+    for host in ("127.0.0.1", "10.1.2.3", "192.168.7.7", "localhost", "x.localhost."):
+        assert not OPEN.by_proxy(host, tls=True, networks=own)
 
 
 @pytest.mark.parametrize(
