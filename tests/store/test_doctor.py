@@ -23,6 +23,7 @@ from outbox.store.endpoint_changes import add
 from outbox.store.migrate import migrations
 from outbox.store.replicas import ReplicaStore
 from outbox.store.vault import CLEAR, Vault
+from outbox.transport.egress import EgressPolicy
 from tests.support.doctor import PATH, findings, sql_of, the_one, told
 from tests.support.relay import BUSY, Network, add_endpoint, all_ended, publish, running
 from tests.support.schedules import add as add_schedule
@@ -291,10 +292,38 @@ async def test_how_secrets_are_encrypted_is_told(database: Database, db: Connect
 
 
 @pytest.mark.one_major
+async def test_a_certificate_that_ends_is_told_in_time(
+    database: Database, db: Connection[Any]
+) -> None:
+    (none,) = [f for f in await findings(db) if f.check == "certificates"]
+    assert none.says == "no receiver is shown a certificate"
+    await add_endpoint(database, "shop")
+    for days, severity in ((30, Severity.OK), (13, Severity.WARNING), (-1, Severity.PROBLEM)):
+        await db.execute(
+            "UPDATE endpoint SET identity_about = "
+            "jsonb_build_object('not_after', now() + make_interval(days => $1))",
+            days,
+        )
+        (found,) = [f for f in await findings(db) if f.check == "certificates"]
+        assert found.severity is severity, found
+    assert found.do == "outbox endpoint certificate shop FILE"
+
+
+@pytest.mark.one_major
+async def test_an_endpoints_own_network_is_no_reason_to_complain(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, "a", url="http://10.1.2.3/", allow_networks=["10.1.2.3/32"])
+    refusal = EgressPolicy().refusal_of_url
+    (found,) = [f for f in await findings(db, refusal=refusal) if f.check == "networks"]
+    assert found.severity is Severity.OK
+
+
+@pytest.mark.one_major
 async def test_a_url_that_these_settings_refuse(database: Database, db: Connection[Any]) -> None:
     for name in ("a", "b"):
         await add_endpoint(database, name)
-    found = await the_one(db, "networks", refusal=lambda _: "it is loopback")
+    found = await the_one(db, "networks", refusal=lambda url, networks: "it is loopback")
     assert found.says == ('with the settings here, "a", "b" cannot be delivered to: it is loopback')
 
 

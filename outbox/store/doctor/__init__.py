@@ -68,6 +68,7 @@ _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
     ("autovacuum", tables.autovacuum),
     ("secrets", endpoints.secrets),
     ("networks", endpoints.networks),
+    ("certificates", endpoints.certificates),
 )
 
 _LIVE: tuple[tuple[str, Check], ...] = (

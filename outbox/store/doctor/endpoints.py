@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from ipaddress import ip_network
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,15 @@ SELECT name FROM replica
  WHERE expires_at > clock_timestamp() AND NOT keys @> $1::text[] ORDER BY name
 """
 
-URLS = "SELECT name, url FROM endpoint WHERE state <> 'removed' ORDER BY name COLLATE \"C\""
+URLS = """
+SELECT name, url, allow_networks FROM endpoint WHERE state <> 'removed' ORDER BY name COLLATE "C"
+"""
+
+CERTIFICATES = """
+SELECT name, extract(epoch FROM (identity_about ->> 'not_after')::timestamptz
+                                - clock_timestamp())::float8 AS left_s
+  FROM endpoint WHERE identity_about IS NOT NULL AND state <> 'removed' ORDER BY 2
+"""
 
 STATES = """
 SELECT e.name, e.state, e.state_by, e.state_why,
@@ -88,7 +97,8 @@ async def networks(look: Look) -> AsyncIterator[Said]:
     """Every URL may be delivered to."""
     refused: dict[str, list[str]] = {}
     for row in await look.db.fetch(URLS):
-        if (why := look.refusal(row["url"])) is not None:
+        networks = tuple(map(ip_network, row["allow_networks"]))
+        if (why := look.refusal(row["url"], networks)) is not None:
             refused.setdefault(why, []).append(row["name"])
     for why, names in islice(refused.items(), ROWS_MAX):
         yield warning(
@@ -97,6 +107,24 @@ async def networks(look: Look) -> AsyncIterator[Said]:
         )
     if not refused:
         yield ok("no URL leads where these settings do not deliver")
+
+
+async def certificates(look: Look) -> AsyncIterator[Said]:
+    """How long the certificates are good that receivers are shown."""
+    rows = await look.db.fetch(CERTIFICATES)
+    for row in rows:
+        if row["left_s"] < look.limits.certificate_s:
+            name = shlex.quote(row["name"])
+            says = "has ended" if row["left_s"] <= 0 else f"ends in {age(row['left_s'])}"
+            tell = problem if row["left_s"] <= 0 else warning
+            yield tell(
+                f'the certificate that is shown to "{row["name"]}" {says}',
+                f"outbox endpoint certificate {name} FILE",
+            )
+    if not rows:
+        yield ok("no receiver is shown a certificate")
+    elif all(row["left_s"] >= look.limits.certificate_s for row in rows):
+        yield ok(f"{many(len(rows), 'certificate')} for receivers, none of which ends soon")
 
 
 async def states(look: Look) -> AsyncIterator[Said]:

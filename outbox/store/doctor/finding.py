@@ -14,8 +14,11 @@ from outbox.store.replicas import CONNECTIONS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+    from ipaddress import IPv4Network, IPv6Network
 
     from asyncpg import Connection
+
+    Network = IPv4Network | IPv6Network
 
 ROWS_MAX = 10
 """A check names at most so many lanes, endpoints or transactions, and counts the rest."""
@@ -86,6 +89,8 @@ class Limits:
     """Relays say for a minute at a time that they sleep."""
     unfinished_s: float = 60.0
     """A living relay removes or disables an endpoint within seconds."""
+    certificate_s: float = 14 * 86400.0
+    """Time to get another one."""
     overdue_s: float = 60.0
     """A tick is published within a second, and by another relay within a lease or two."""
     failing_s: float = 600.0
@@ -122,8 +127,10 @@ class Look:
     """The database is reached through a proxy that pools transactions."""
     probing: bool = False
     """Send an event through the database, too."""
-    refusal: Callable[[str], str | None] = lambda _: None
-    """Why a URL may not be delivered to with these settings; None: it may."""
+    refusal: Callable[[str, tuple[Network, ...]], str | None] = lambda _, __: None
+    """Why a URL may not be delivered to with these settings and an endpoint's own networks;
+    None: it may.
+    """
     clock: Callable[[], float] = time.time
     """This machine's time, in seconds since 1970."""
     keep: Keep = field(default_factory=Keep)
