@@ -68,6 +68,7 @@ COMMENT ON TABLE outbox IS
 -- that it would refuse what the relay says about itself.
 CREATE FUNCTION payload_bytes_max() RETURNS integer
 LANGUAGE sql IMMUTABLE PARALLEL SAFE AS 'SELECT 262144';
+REVOKE ALL ON FUNCTION payload_bytes_max FROM PUBLIC;
 
 -- Rows of the outbox are not looked at again, so this is quick on any size.  What
 -- waits for its time is, or it would be refused only then, when nobody is there.
@@ -293,6 +294,7 @@ BEGIN
     END IF;
     RETURN NULL;
 END $$;
+REVOKE ALL ON FUNCTION ring FROM PUBLIC;
 
 -- Tested in WHEN, not in the function: half the cost for every producer, and
 -- after the epoch second has passed nobody pays for a relay that died asleep.
@@ -301,16 +303,3 @@ CREATE TRIGGER ring_the_relay
     WHEN (pg_sequence_last_value('wakeup'::regclass) > extract(epoch FROM clock_timestamp()))
     EXECUTE FUNCTION ring();
 ALTER TABLE outbox ENABLE ALWAYS TRIGGER ring_the_relay;
-
--- ------------------------------------------------------------------ rights
-
--- What an application needs to publish, and nothing else: it cannot read
--- events, choose ids, or see the relay's tables.
-CREATE FUNCTION grant_producer(role regrole) RETURNS void
-LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
-BEGIN
-    EXECUTE format('GRANT USAGE ON SCHEMA %I TO %s', current_schema(), role);
-    EXECUTE format('GRANT INSERT (tenant, type, key, payload, headers, expires_at) ON outbox TO %s', role);
-    EXECUTE format('GRANT EXECUTE ON FUNCTION publish, publish_many, claim_once, reset_once TO %s', role);
-END $$;
-REVOKE ALL ON FUNCTION grant_producer FROM PUBLIC;

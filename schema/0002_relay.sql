@@ -22,6 +22,7 @@ BEGIN
 EXCEPTION WHEN others THEN
     RETURN NULL;
 END $$;
+REVOKE ALL ON FUNCTION server_timeline FROM PUBLIC;
 
 -- The number of an endpoint's next generation of lanes.  It is part of their
 -- names, and no name may be used twice, although a change of lanes may be taken
@@ -97,6 +98,8 @@ CREATE TABLE endpoint_secret (
     endpoint_id uuid        NOT NULL REFERENCES endpoint,
     id          integer     NOT NULL,
     secret      text        NOT NULL,
+    key_id      text        GENERATED ALWAYS AS (   -- what it is encrypted with; NULL: in clear
+                    CASE WHEN secret LIKE 'sealed:%' THEN split_part(secret, ':', 2) END) STORED,
     created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     expires_at  timestamptz,
     PRIMARY KEY (endpoint_id, id)
@@ -470,7 +473,7 @@ INSERT INTO period (kind, number) VALUES ('events', 0), ('log', 0);
 
 -- Makes the partition of a period.  CREATE … LIKE and then ATTACH, because
 -- CREATE … PARTITION OF would block every producer.
-CREATE FUNCTION add_partition(
+CREATE FUNCTION make_partition(
     parent regclass, number bigint, width bigint DEFAULT 100000000000
 ) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
@@ -481,10 +484,10 @@ BEGIN
     EXECUTE format('ALTER TABLE %s ATTACH PARTITION %I FOR VALUES FROM (%s) TO (%s)',
                    parent, child, number * width, (number + 1) * width);
 END $$;
-REVOKE ALL ON FUNCTION add_partition FROM PUBLIC;
+REVOKE ALL ON FUNCTION make_partition FROM PUBLIC;
 
 DO $$ BEGIN
-    PERFORM add_partition(parent, number)
+    PERFORM make_partition(parent, number)
        FROM unnest('{outbox,batch,delivery,attempt}'::regclass[]) parent,
             generate_series(0, 2) number;
 END $$;

@@ -10,6 +10,7 @@ CREATE FUNCTION names_operational(types text[]) RETURNS boolean
 LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
     SELECT EXISTS (SELECT FROM unnest(types) AS t(pattern) WHERE t.pattern LIKE 'outbox.%')
 $$;
+REVOKE ALL ON FUNCTION names_operational FROM PUBLIC;
 
 -- Mostly empty: so that it costs a look at one page to find that nobody wants them.
 CREATE INDEX subscription_operational ON subscription (endpoint_id)
@@ -40,6 +41,7 @@ CREATE FUNCTION lane_name(endpoint_id uuid, generation bigint, slot integer) RET
 LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path FROM CURRENT AS $$
     SELECT left(replace(endpoint_id::text, '-', ''), 12) || '-' || generation || '-' || slot
 $$;
+REVOKE ALL ON FUNCTION rfc3339, lane_name FROM PUBLIC;
 
 -- Writes those of some operational events that somebody wants; how many that were.  Each
 -- is of a type, about an endpoint or none, and says something.  A function, and not an

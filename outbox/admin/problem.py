@@ -34,6 +34,10 @@ MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
 AWAY = "the database cannot be used just now; the log of this relay says why"
 MISSING = "the tables are not there, or not of this version; run: outbox migrate"
+NOT_GRANTED = (
+    "the database does not let this relay do that: its role was not granted to operate, or to "
+    "publish; run: outbox migrate --operator ROLE --producer ROLE"
+)
 TOO_NEW = "the tables are of a later version than this relay"
 
 
@@ -98,6 +102,8 @@ def of(error: Exception) -> Problem | None:
             return unavailable(MISSING)
         case SchemaTooNew():
             return unavailable(TOO_NEW)
+        case _ if _not_granted(error):
+            return unavailable(NOT_GRANTED)
         case asyncpg.QueryCanceledError():
             return unavailable("the database took too long; try again when it has less to do")
         case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():
@@ -120,7 +126,12 @@ def of(error: Exception) -> Problem | None:
 
 def is_veiled(told: Problem) -> bool:
     """Whether the error behind it says more than is answered."""
-    return told.detail in (AWAY, MISSING, TOO_NEW)
+    return told.detail in (AWAY, MISSING, NOT_GRANTED, TOO_NEW)
+
+
+def _not_granted(error: Exception) -> bool:
+    denied = asyncpg.InsufficientPrivilegeError
+    return isinstance(error, denied) or isinstance(error.__cause__, denied)
 
 
 _TRANSIENT = ("08", "25", "53", "55", "57")

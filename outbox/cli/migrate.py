@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import asyncpg
 import click
 
-from outbox.cli.common import database, json_option, run_async, settings_options
+from outbox.cli.common import database, json_option, run_async, settings_options, warn
 from outbox.cli.output import emit_json
 from outbox.errors import UsageError
 from outbox.store import migrate
+from outbox.store.partitions import PartitionStore
 from outbox.store.schema import migrate_command
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncpg import Connection
+
     from outbox.config import Settings
+
+_MAY = {
+    "producer": "may publish",
+    "relay": "may run outbox relay",
+    "operator": "may change endpoints and the like",
+    "reader": "may look at everything but secrets",
+}
+
+# Detaching waits for whoever may still look into a partition, and nobody for it.
+DROP_WAIT = "SET lock_timeout = '5s'"
 
 
 @click.command(
@@ -21,6 +37,7 @@ if TYPE_CHECKING:
 Examples:
   outbox migrate
   outbox migrate --producer app            the role "app" may publish, nothing else
+  outbox migrate --relay app_relay         and "app_relay" may run outbox relay
   outbox migrate --check || outbox migrate
   outbox migrate --sql > outbox.sql        for those who apply SQL by hand
 """
@@ -35,7 +52,14 @@ Examples:
     metavar="VERSION",
     help="With --sql: what comes after this version.",
 )
-@click.option("--producer", "producers", multiple=True, metavar="ROLE", help="Let a role publish.")
+@click.option("--producer", multiple=True, metavar="ROLE", help="Let a role publish.")
+@click.option("--relay", multiple=True, metavar="ROLE", help="Let a role run outbox relay.")
+@click.option(
+    "--operator", multiple=True, metavar="ROLE", help="Let a role change endpoints and the like."
+)
+@click.option(
+    "--reader", multiple=True, metavar="ROLE", help="Let a role look at everything but secrets."
+)
 @click.option(
     "--payload-bytes-max",
     type=int,
@@ -49,9 +73,9 @@ def command(
     check: bool,
     as_sql: bool,
     from_version: int,
-    producers: tuple[str, ...],
     payload_bytes_max: int | None,
     as_json: bool,
+    **named: tuple[str, ...],
 ) -> None:
     """Make the schema, or bring it up to date.
 
@@ -60,8 +84,9 @@ def command(
     """
     if check and as_sql:
         raise UsageError("say one of --check and --sql, not both")
-    if check and (producers or payload_bytes_max is not None):
-        given = "--producer" if producers else "--payload-bytes-max"
+    roles = [(purpose, role) for purpose in migrate.PURPOSES for role in named[purpose]]
+    if check and (roles or payload_bytes_max is not None):
+        given = f"--{roles[0][0]}" if roles else "--payload-bytes-max"
         raise UsageError(f"--check changes nothing; it does not go with {given}")
     if as_sql:
         if as_json:
@@ -69,7 +94,7 @@ def command(
         script = migrate.sql(
             settings.schema_name,
             after=from_version,
-            producers=producers,
+            roles=roles,
             payload_bytes_max=payload_bytes_max,
         )
         click.echo(script, nl=False)
@@ -78,7 +103,7 @@ def command(
     elif check:
         run_async(_check(settings, as_json))
     else:
-        run_async(_migrate(settings, producers, payload_bytes_max, as_json))
+        run_async(_migrate(settings, roles, payload_bytes_max, as_json))
 
 
 async def _check(settings: Settings, as_json: bool) -> None:
@@ -99,13 +124,17 @@ async def _check(settings: Settings, as_json: bool) -> None:
 
 
 async def _migrate(
-    settings: Settings, producers: tuple[str, ...], payload_bytes_max: int | None, as_json: bool
+    settings: Settings,
+    roles: Sequence[tuple[str, str]],
+    payload_bytes_max: int | None,
+    as_json: bool,
 ) -> None:
     schema = settings.schema_name
     async with database(settings, current=False) as connection:
         done = await migrate.migrate(
-            connection, schema, producers=producers, payload_bytes_max=payload_bytes_max
+            connection, schema, roles=roles, payload_bytes_max=payload_bytes_max
         )
+        dropped = await _drop_partitions(connection)
         version = (await migrate.status(connection, schema)).version
     applied = [str(migration) for migration in done]
     if as_json:
@@ -114,7 +143,8 @@ async def _migrate(
                 "schema": schema,
                 "version": version,
                 "applied": applied,
-                "producers": producers,
+                "roles": [{"purpose": purpose, "role": role} for purpose, role in roles],
+                "partitions_dropped": dropped,
                 "payload_bytes_max": payload_bytes_max,
             }
         )
@@ -123,7 +153,24 @@ async def _migrate(
         click.echo(f'schema "{schema}" is at version {version}; applied {", ".join(applied)}')
     else:
         click.echo(f'schema "{schema}" is up to date, at version {version}')
-    for role in producers:
-        click.echo(f'role "{role}" may publish')
+    for purpose, role in roles:
+        click.echo(f'role "{role}" {_MAY[purpose]}')
+    if dropped:
+        click.echo(f"partitions of dropped periods: {dropped} dropped")
     if payload_bytes_max is not None:
         click.echo(f"payload limit: {payload_bytes_max} bytes")
+
+
+async def _drop_partitions(connection: Connection[Any]) -> int:
+    """Drop what relays that own nothing have emptied; how many partitions went.
+
+    What a long transaction may still look into is left to the next time.
+    """
+    await connection.execute(DROP_WAIT)
+    store = PartitionStore(connection)
+    try:
+        async with store.alone() as alone:
+            return await store.drop_owned() if alone else 0
+    except asyncpg.LockNotAvailableError:
+        warn("a transaction may still look into partitions that are to be dropped; run it again")
+        return 0

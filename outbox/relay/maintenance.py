@@ -53,5 +53,8 @@ async def _once(partitions: PartitionStore, retention: RetentionStore, *, hourly
         log.info("old dead letters and once keys deleted", rows=deleted)
     if made or hourly:
         await partitions.analyze()
-    if gone := await partitions.drop():
+    gone, emptied = await partitions.drop()
+    if gone:
         log.info("partitions dropped", partitions=gone)
+    if emptied:
+        log.info("partitions emptied; their owner drops them by outbox migrate", partitions=emptied)

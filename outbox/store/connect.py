@@ -269,7 +269,8 @@ def map_errors(schema: str) -> Iterator[None]:
         ) from error
     except asyncpg.InsufficientPrivilegeError as error:
         raise CannotRun(
-            f"{_first_line(error)}; connect as the role that ran outbox migrate"
+            f"{_first_line(error)}; have it granted what it is for (outbox migrate --relay, "
+            "--operator or --reader ROLE), or connect as the role that ran outbox migrate"
         ) from error
     except asyncpg.ReadOnlySQLTransactionError as error:
         raise CannotRun("this server takes no writes; connect to the primary") from error

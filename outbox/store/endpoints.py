@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -55,7 +55,7 @@ SUBSCRIBED = """EXISTS (
 BLOCKED = """EXISTS (
            SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
 
-LIST_ENDPOINTS = f"""
+_ALL_ENDPOINTS = f"""
 SELECT e.id, e.state, e.state_at, e.state_by, e.state_why, e.generation, e.created_at, {SETTINGS},
        e.identity_about, h.state AS health, h.since, h.held_until, h.last_answer,
        {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
@@ -66,14 +66,23 @@ SELECT e.id, e.state, e.state_at, e.state_by, e.state_why, e.generation, e.creat
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
 """  # noqa: S608 (constants only)
 
+# For a listing, and for roles that may not read headers: these may be credentials.
+LIST_ENDPOINTS = _ALL_ENDPOINTS.replace("e.headers::text", "'{}'")
+
 # By name, in the order of its bytes, which is the same in every locale.
-LIST_PAGE = f"""{LIST_ENDPOINTS}
+_PAGE = """
  WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.name COLLATE "C" > $1)
    AND ($3::text IS NULL OR e.tenant = $3)
  ORDER BY e.name COLLATE "C" LIMIT $2
 """
+LIST_PAGE = LIST_ENDPOINTS + _PAGE
+LIST_SETTINGS = _ALL_ENDPOINTS + _PAGE
 
-GET_ENDPOINT = f"{LIST_ENDPOINTS} WHERE e.name = $1 AND e.state <> 'removed'"
+_NAMED = " WHERE e.name = $1 AND e.state <> 'removed'"
+GET_ENDPOINT = _ALL_ENDPOINTS + _NAMED
+GET_WITHOUT_HEADERS = LIST_ENDPOINTS + _NAMED
+MAY_SEE_HEADERS = "SELECT has_column_privilege('endpoint', 'headers', 'SELECT')"
+HEADER_NAMES = "SELECT header_names($1)"
 
 GET_LANES = f"""
 SELECT s.*, b.seq AS blocked_seq, b.at AS blocked_at
@@ -81,11 +90,9 @@ SELECT s.*, b.seq AS blocked_seq, b.at AS blocked_at
  ORDER BY s.generation, s.slot
 """  # noqa: S608
 
-# The newest first, which is the one to sign with when there is room for one.
-GET_SECRETS = """
-SELECT id, CASE WHEN secret LIKE 'sealed:%' THEN split_part(secret, ':', 2) END AS key,
-       created_at, expires_at
-  FROM endpoint_secret
+# The newest first; to look at them takes no right to read them.
+LIST_SECRETS = """
+SELECT id, key_id AS key, created_at, expires_at FROM endpoint_secret
  WHERE endpoint_id = $1 AND (expires_at IS NULL OR expires_at > clock_timestamp())
  ORDER BY id DESC
 """
@@ -100,6 +107,9 @@ SELECT at, kind = 'endpoint_claimed' AS claimed, data ->> 'relay' AS relay,
  ORDER BY id DESC LIMIT $2
 """
 HANDS_MAX = 10
+
+NOT_SHOWN = "(not shown)"
+"""In the place of a value that this role may not read."""
 
 LIST_NAMES = (
     "SELECT name FROM endpoint WHERE state <> 'removed' ORDER BY created_at DESC LIMIT 1000"
@@ -237,7 +247,7 @@ async def settings_page(
 ) -> list[tuple[UUID, EndpointSettings]]:
     """The same with all of their settings, and nothing else."""
     with map_errors(schema):
-        rows = await connection.fetch(LIST_PAGE, after, limit, None)
+        rows = await connection.fetch(LIST_SETTINGS, after, limit, None)
     return [(row["id"], settings_of(row)) for row in rows]
 
 
@@ -248,15 +258,20 @@ async def get(connection: Connection[Any], schema: str, name: str) -> Detail:
         NotFound: there is none of that name.
     """
     with map_errors(schema):
-        row = await connection.fetchrow(GET_ENDPOINT, name)
+        may_see = await connection.fetchval(MAY_SEE_HEADERS)
+        row = await connection.fetchrow(GET_ENDPOINT if may_see else GET_WITHOUT_HEADERS, name)
         if row is None:
             raise await not_found(connection, name)
+        settings = settings_of(row)
+        if not may_see:
+            names = await connection.fetchval(HEADER_NAMES, row["id"])
+            settings = replace(settings, headers=dict.fromkeys(names, NOT_SHOWN))
         lanes = await connection.fetch(GET_LANES, row["id"])
-        secrets = await connection.fetch(GET_SECRETS, row["id"])
+        secrets = await connection.fetch(LIST_SECRETS, row["id"])
         hands = await connection.fetch(GET_HANDS, row["id"], HANDS_MAX)
     return Detail(
         row=_endpoint(row),
-        settings=settings_of(row),
+        settings=settings,
         health=Health(row["health"], row["since"], row["held_until"], _json(row["last_answer"])),
         secrets=tuple(SecretRow(**s) for s in secrets),
         certificate=_json(row["identity_about"]),

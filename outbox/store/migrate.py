@@ -84,11 +84,23 @@ END $$;"""
 
 READ_PAYLOAD_LIMIT = "SELECT payload_bytes_max()"
 SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
-GRANT_PRODUCER = "grant_producer({}::regrole)"
+GRANT = "grant_{}({}::regrole)"
+
+# What a file added is granted to whom it is for, and to nobody else: before the file of
+# roles there is nobody yet.
+SETTLE_RIGHTS = """DO $$ BEGIN
+    IF to_regproc('settle_rights') IS NOT NULL THEN
+        PERFORM settle_rights();
+    END IF;
+END $$"""
 
 # Changing the limit needs the table for itself for a moment.  Producers queue
 # behind whoever waits for that, so it does not wait long.
 BOUND_WAIT = "SET LOCAL lock_timeout = '2s'"
+
+
+PURPOSES = ("producer", "relay", "operator", "reader")
+"""What a role can be granted: see schema/0007_roles.sql."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +218,7 @@ async def migrate(
     connection: Connection[Any],
     schema: str,
     *,
-    producers: Sequence[str] = (),
+    roles: Sequence[tuple[str, str]] = (),
     payload_bytes_max: int | None = None,
 ) -> list[Migration]:
     """Apply what is pending, each file in a transaction of its own.
@@ -214,7 +226,7 @@ async def migrate(
     Args:
         connection: outside of a transaction; its search path does not matter.
         schema: created when it is missing.
-        producers: existing roles that get what is needed to publish.
+        roles: purposes, and existing roles that get what those need.
         payload_bytes_max: the limit on payloads, as text; None leaves it.
 
     Returns:
@@ -235,7 +247,7 @@ async def migrate(
                 await connection.execute(_perform(LOCK.format(quote_literal(schema))))
                 found = await status(connection, schema)
                 if not found.pending:
-                    await _apply_settings(connection, schema, producers, payload_bytes_max)
+                    await _apply_settings(connection, schema, roles, payload_bytes_max)
                     return done
                 await _apply(connection, schema, found.pending[0])
             done.append(found.pending[0])
@@ -281,13 +293,13 @@ async def _apply(connection: Connection[Any], schema: str, migration: Migration)
 async def _apply_settings(
     connection: Connection[Any],
     schema: str,
-    producers: Sequence[str],
+    roles: Sequence[tuple[str, str]],
     payload_bytes_max: int | None,
 ) -> None:
     await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
-    for role in producers:
+    for purpose, role in roles:
         try:
-            await connection.execute(_grant(role))
+            await connection.execute(_grant(purpose, role))
         except asyncpg.UndefinedObjectError:
             raise UsageError(f'role "{role}" does not exist; CREATE ROLE it first') from None
     if payload_bytes_max is None:
@@ -312,7 +324,7 @@ def sql(
     schema: str,
     *,
     after: int = 0,
-    producers: Sequence[str] = (),
+    roles: Sequence[tuple[str, str]] = (),
     payload_bytes_max: int | None = None,
 ) -> str:
     """Everything that `migrate` would do, as one script to apply by hand.
@@ -344,7 +356,7 @@ def sql(
     for migration in known[after:]:
         parts.append(f"\n-- {migration}.sql\n\n{migration.sql.strip()}")
         parts += [f"{statement};" for statement in _afterwards(migration)]
-    parts += [f"{_grant(role)};" for role in producers]
+    parts += [f"{_grant(purpose, role)};" for purpose, role in roles]
     if payload_bytes_max is not None:
         parts.append(f"{_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max))};")
     return "\n".join([*parts, "COMMIT;", ""])
@@ -358,11 +370,12 @@ def _afterwards(migration: Migration) -> list[str]:
         quote_literal(migration.checksum),
         migration.works_from,
     )
-    return [row, END_LEASES] if migration.works_from == migration.version else [row]
+    rows = [row, SETTLE_RIGHTS]
+    return [*rows, END_LEASES] if migration.works_from == migration.version else rows
 
 
-def _grant(role: str) -> str:
-    return _perform(GRANT_PRODUCER.format(quote_literal(quote_ident(role))))
+def _grant(purpose: str, role: str) -> str:
+    return _perform(GRANT.format(purpose, quote_literal(quote_ident(role))))
 
 
 def _perform(call: str) -> str:

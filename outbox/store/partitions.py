@@ -2,12 +2,18 @@
 
 None of that blocks a producer.  ATTACH takes a lock that goes together with theirs,
 and DETACH CONCURRENTLY waits for them, not they for it.
+
+A relay need not own the tables: what only an owner can do is done by functions that
+run with the owner's rights (schema/0007_roles.sql).  But DETACH CONCURRENTLY cannot be
+done in a function, and without it a producer would have to wait.  So a relay that owns
+nothing empties the partitions of a dropped period, which gives their space back, and
+leaves their shells for `outbox migrate`, which their owner runs.
 """
 
 from __future__ import annotations
 
 import re
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,26 +59,31 @@ SELECT n AS number
 ADD = "SELECT add_partition($1::text::regclass, $2)"
 
 # Tables of periods that are dropped, oldest first; `detaching`: somebody was
-# interrupted; NULL: it is detached already.
+# interrupted; NULL: it is detached already.  `owned`: this role may drop it; another
+# one's is there as long as there is something in it that may be emptied.
 READ_DOOMED = """
-SELECT parent, c.relname AS name, i.inhdetachpending AS detaching
+SELECT parent, p.number, c.relname AS name, i.inhdetachpending AS detaching, o.owned
   FROM period p, unnest($2::text[]) AS parent
-  JOIN pg_class c ON c.relnamespace = current_schema()::regnamespace
+  JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
+ CROSS JOIN LATERAL (SELECT pg_has_role(c.relowner, 'USAGE') AS owned OFFSET 0) o
   LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
  WHERE p.kind = $1 AND p.dropped_at IS NOT NULL AND c.relname = parent || '_' || p.number
+   AND (o.owned OR p.dropped_at < clock_timestamp() - interval '1 hour'
+                   AND pg_relation_size(c.oid) > 0)
  ORDER BY p.number, array_position($2, parent)
 """
+# Whether this role may do so.
+OWNS = "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'outbox'::regclass"
+
+EMPTY = "SELECT empty_partition($1::text::regclass, $2)"
 
 # The indexes that producers leave to be brought up to date, one for each partition.
 READ_SUMMARIES = """
 SELECT inhrelid::bigint AS id FROM pg_inherits WHERE inhparent = 'outbox_lookup'::regclass
 """
-# Whoever vacuums or analyses that partition just now is not made to wait, for longer
-# than which PostgreSQL would break off an autovacuum.
-SUMMARIZE = """
-WITH bounded AS MATERIALIZED (SELECT set_config('lock_timeout', '100ms', true))
-SELECT brin_summarize_new_values($1::bigint::oid::regclass) FROM bounded
-"""
+SUMMARIZE = "SELECT summarize($1::bigint::oid::regclass)"
+
+ANALYZE = "SELECT analyze_parent($1::text::regclass)"
 
 _BOUND = re.compile(r"FROM \('?(\d+)'?\) TO \('?(\d+)'?\)")
 
@@ -128,34 +139,55 @@ class PartitionStore:
                     made += 1
         return made
 
-    async def drop(self) -> int:
-        """Drop what periods that are dropped had; returns how many tables went.
+    async def drop(self) -> tuple[int, int]:
+        """Drop what periods that are dropped had, and empty what is not ours to drop.
 
-        Waits for every transaction that may still look into them.
+        Waits for every transaction that may still look into what it drops.
+
+        Returns:
+            How many tables went, and how many were emptied.
         """
-        gone = 0
-        for kind, parents in PARENTS.items():
-            for row in await self._db.fetch(READ_DOOMED, kind, list(parents)):
-                name = quote_ident(row["name"])
-                detach = f"ALTER TABLE {row['parent']} DETACH PARTITION {name}"
-                if row["detaching"] is not None:
-                    how = "FINALIZE" if row["detaching"] else "CONCURRENTLY"
-                    await self._db.execute(f"{detach} {how}")
-                await self._db.execute(f"DROP TABLE {name}")
+        gone = emptied = 0
+        for row in await self._doomed():
+            if row["owned"]:
+                await self._drop(row)
                 gone += 1
-        return gone
+            elif await self._db.fetchval(EMPTY, row["parent"], row["number"]):
+                emptied += 1
+        return gone, emptied
+
+    async def drop_owned(self) -> int:
+        """Only drop what is ours to drop; returns how many tables went."""
+        if not await self._db.fetchval(OWNS):
+            return 0
+        owned = [row for row in await self._doomed() if row["owned"]]
+        for row in owned:
+            await self._drop(row)
+        return len(owned)
+
+    async def _doomed(self) -> list[Any]:
+        found: list[Any] = []
+        for kind, parents in PARENTS.items():
+            found += await self._db.fetch(READ_DOOMED, kind, list(parents))
+        return found
+
+    async def _drop(self, row: Any) -> None:
+        name = quote_ident(row["name"])
+        if row["detaching"] is not None:
+            how = "FINALIZE" if row["detaching"] else "CONCURRENTLY"
+            await self._db.execute(f"ALTER TABLE {row['parent']} DETACH PARTITION {name} {how}")
+        await self._db.execute(f"DROP TABLE {name}")
 
     async def summarize(self) -> None:
         """Let new events be found by their id and key."""
         for row in await self._db.fetch(READ_SUMMARIES):
-            with suppress(asyncpg.LockNotAvailableError):
-                await self._db.fetchval(SUMMARIZE, row["id"])
+            await self._db.execute(SUMMARIZE, row["id"])
 
     async def analyze(self) -> None:
         """Tell the planner about the parents, which autovacuum leaves out."""
         for parents in PARENTS.values():
             for parent in parents:
-                await self._db.execute(f"ANALYZE {parent}")
+                await self._db.execute(ANALYZE, parent)
 
     async def partitions(self, parent: str) -> list[Partition]:
         """All partitions of a parent in order."""

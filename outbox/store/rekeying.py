@@ -27,19 +27,7 @@ if TYPE_CHECKING:
 
 PAGE = 200
 
-# All secrets, each with the key that it is encrypted with; NULL: it is in clear.
-KEPT = """
-SELECT CASE WHEN stored LIKE 'sealed:%' THEN split_part(stored, ':', 2) END AS key,
-       count(*) AS count
-  FROM (SELECT secret AS stored FROM endpoint_secret
-        UNION ALL
-        SELECT identity FROM endpoint WHERE identity IS NOT NULL
-        UNION ALL
-        SELECT CASE jsonb_typeof(h.value) WHEN 'object' THEN h.value ->> 'sealed' ELSE '' END
-          FROM endpoint e CROSS JOIN LATERAL jsonb_each(e.headers) h
-         WHERE e.state <> 'removed') AS secrets
- GROUP BY 1 ORDER BY 1 NULLS FIRST
-"""
+KEPT = "SELECT key, count FROM secrets_kept()"
 
 ENDPOINTS = "SELECT count(*) FROM endpoint WHERE state <> 'removed'"
 

@@ -350,7 +350,7 @@ REPAIRS: tuple[Repair, ...] = (
 LOOSE_PARTITIONS = f"""
 SELECT c.relname::text AS name
   FROM pg_class c
- WHERE c.relnamespace = current_schema()::regnamespace AND c.relkind = 'r'
+ WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'r'
    AND c.relname ~ '^({"|".join(PARTITIONED)})_[0-9]+$' AND NOT c.relispartition
    AND pg_try_advisory_xact_lock({UPKEEP_KEY})
  ORDER BY c.relname

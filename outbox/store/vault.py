@@ -41,10 +41,7 @@ _PREFIX = "sealed:"
 _NONCE_BYTES = 12
 
 # The keys that anything is encrypted with; every endpoint has a secret.
-KEYS_IN_USE = """
-SELECT DISTINCT split_part(secret, ':', 2) AS id FROM endpoint_secret
- WHERE secret LIKE 'sealed:%' ORDER BY 1
-"""
+KEYS_IN_USE = "SELECT DISTINCT key_id FROM endpoint_secret WHERE key_id IS NOT NULL ORDER BY 1"
 
 
 class Locked(CannotRun):
@@ -148,7 +145,7 @@ class Vault:
         Raises:
             Locked: secrets are encrypted here, and not with one of these keys.
         """
-        in_use = [row["id"] for row in await connection.fetch(KEYS_IN_USE)]
+        in_use = [row["key_id"] for row in await connection.fetch(KEYS_IN_USE)]
         if in_use and not self._keys.keys() & in_use:
             raise Locked(f"secrets are encrypted here with the key {in_use[0]}; {_give(in_use[0])}")
 

@@ -80,7 +80,8 @@ def test_migrate(outbox: Command, empty_database: Database) -> None:
         "schema": "My schema",
         "version": LAST,
         "applied": [],
-        "producers": [],
+        "roles": [],
+        "partitions_dropped": 0,
         "payload_bytes_max": None,
     }
     check = outbox("migrate", "--check", **env)
@@ -126,7 +127,8 @@ def test_migrate_grants_and_limits(here: Command, database: Database) -> None:
         "payload limit: 5000 bytes\n"
     )
     as_json = here("migrate", "--producer", "app", "--json").json
-    assert (as_json["producers"], as_json["payload_bytes_max"]) == (["app"], None)
+    assert as_json["roles"] == [{"purpose": "producer", "role": "app"}]
+    assert as_json["payload_bytes_max"] is None
     as_app = {"OUTBOX_DSN": database.server.embedded.dsn(database.name, user="app")}
     assert here("publish", "a.b", **as_app).code == 0
     too_large = here("publish", "a.b", "--payload", '"' + "x" * 5000 + '"', **as_app)
@@ -732,7 +734,7 @@ def test_doctor(here: Command, database: Database) -> None:
     head, _, live = first.out.partition("\n\nLive health\n")
     assert head.startswith("Preconditions\n  ok       server ")
     assert "→ start one: outbox relay\n" in live
-    assert first.out.endswith("\n\n2 warnings\n")
+    assert first.out.endswith("\n\n3 warnings\n")
     here("endpoint", "add", "a", URL)
     execute(database, "DROP TRIGGER ring_the_relay ON outbox")
     sick = here("doctor", "--json")

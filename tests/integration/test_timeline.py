@@ -112,7 +112,7 @@ async def test_a_server_that_may_not_say_its_timeline_is_no_trouble(database: Da
         await transaction.start()
         await connection.execute(
             "REVOKE EXECUTE ON FUNCTION pg_walfile_name FROM PUBLIC;"
-            "CREATE ROLE nobody_special; GRANT USAGE ON SCHEMA relay TO nobody_special;"
+            "CREATE ROLE nobody_special; SELECT relay.grant_relay('nobody_special');"
             "SET LOCAL ROLE nobody_special"
         )
         assert await timeline.read(connection) is None

@@ -34,7 +34,7 @@ async def owner(database: Database) -> Connection[Any]:
 async def app(database: Database, owner: Connection[Any]) -> Connection[Any]:
     """A connection of a role that was granted what a producer needs, and nothing else."""
     await owner.execute("DROP ROLE IF EXISTS later; CREATE ROLE later LOGIN")
-    await migrate(owner, "relay", producers=["later"])
+    await migrate(owner, "relay", roles=[("producer", "later")])
     return await database.connect(user="later")
 
 

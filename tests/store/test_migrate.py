@@ -137,11 +137,11 @@ async def test_the_printed_sql_makes_the_same(empty_database: Database, schema: 
     server = empty_database.server
     await server.execute("DROP ROLE IF EXISTS app", "CREATE ROLE app")
     connection = await opened(empty_database, schema)
-    await migrate(connection, schema, producers=["app"], payload_bytes_max=5000)
+    await migrate(connection, schema, roles=[("producer", "app")], payload_bytes_max=5000)
     migrated = await catalog(connection, schema)
     history = await connection.fetch("SELECT version, name, checksum FROM migration")
     async with server.database(migrated=False) as by_hand:
-        script = sql(schema, producers=["app"], payload_bytes_max=5000)
+        script = sql(schema, roles=[("producer", "app")], payload_bytes_max=5000)
         await asyncio.to_thread(psql, by_hand, script)
         other = await opened(by_hand, schema)
         assert await catalog(other, schema) == migrated
@@ -348,4 +348,4 @@ async def test_the_payload_limit_does_not_wait_for_a_long_transaction(database: 
 async def test_a_producer_that_does_not_exist(database: Database) -> None:
     connection = await opened(database)
     with pytest.raises(UsageError, match='role "no one" does not exist; CREATE ROLE it first'):
-        await migrate(connection, "relay", producers=["no one"])
+        await migrate(connection, "relay", roles=[("producer", "no one")])

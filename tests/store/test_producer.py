@@ -44,7 +44,7 @@ async def app(database: Database) -> Connection[Any]:
     async with database.connection() as admin:
         # Roles belong to the server, so an earlier test may have made it.
         await admin.execute("DROP ROLE IF EXISTS app; CREATE ROLE app LOGIN")
-        await migrate(admin, "relay", producers=["app"])
+        await migrate(admin, "relay", roles=[("producer", "app")])
     return await database.connect(user="app")
 
 
@@ -644,7 +644,8 @@ async def test_a_producer_can_do_nothing_else(database: Database, app: Connectio
         "SELECT setval('relay.wakeup', 1)",
         "SELECT relay.set_payload_bytes_max(5000)",
         "SELECT relay.grant_producer('app')",
-        "SELECT relay.add_partition('relay.outbox', 0, 1)",
+        "SELECT relay.add_partition('relay.outbox', 3)",
+        "SELECT relay.make_partition('relay.outbox', 3)",
         "CREATE TABLE relay.mine ()",
     ):
         with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.GeneratedAlwaysError)):
@@ -670,7 +671,7 @@ async def test_a_role_without_grants(database: Database) -> None:
     with pytest.raises(CannotRun) as caught:
         await outbox.publish(connection, "a", 1)
     assert str(caught.value) == (
-        "permission denied for function publish: this role may not publish; "
+        "permission denied for function payload_bytes_max: this role may not publish; "
         "run: outbox migrate --producer ROLE"
     )
     with pytest.raises(asyncpg.InsufficientPrivilegeError):

@@ -136,7 +136,7 @@ async def _make_partitions(db: Connection[Any]) -> None:
         ):
             await db.execute(f"ALTER TABLE {parent} DROP CONSTRAINT {name[0]}")
         for n in range(USED + EMPTY):
-            await db.execute(f"SELECT add_partition('{parent}', {n}, {width})")
+            await db.execute(f"SELECT make_partition('{parent}', {n}, {width})")
     await db.execute("INSERT INTO batch (batch, high) VALUES (0, 0)")
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import asyncpg
 
-from outbox.core.names import quote_ident
 from outbox.errors import CannotRun, DatabaseUnavailable
 from outbox.store.connect import map_errors
 from outbox.store.doctor import (
@@ -22,6 +21,7 @@ from outbox.store.doctor import (
     probe,
     relays,
     retention,
+    roles,
     schedules,
     schema,
     server,
@@ -65,6 +65,7 @@ _PRECONDITIONS: tuple[tuple[str, Check], ...] = (
     ("trigger", schema.trigger),
     ("wake-up flag", schema.flag),
     ("partitions", schema.partitions),
+    ("roles", roles.roles),
     ("autovacuum", tables.autovacuum),
     ("secrets", endpoints.secrets),
     ("networks", endpoints.networks),
@@ -90,6 +91,7 @@ _LIVE: tuple[tuple[str, Check], ...] = (
     ("wraparound", tables.wraparound),
     ("size", tables.size),
     ("retention", retention.retention),
+    ("leftovers", roles.shells),
     ("notify queue", transactions.queue),
 )
 
@@ -174,20 +176,20 @@ async def _read(check: Check, look: Look, said: list[Said]) -> None:
 
 async def _shut_out(look: Look, why: str) -> CannotRun:
     """The error for a role that cannot even see which migrations there are."""
-    role = quote_ident(await look.db.fetchval("SELECT current_user"))
-    schema = quote_ident(look.schema)
-    return CannotRun(
-        f"{why}; GRANT USAGE ON SCHEMA {schema} TO {role}; "
-        f"GRANT SELECT ON ALL TABLES IN SCHEMA {schema} TO {role}"
-    )
+    return CannotRun(f"{why}; {await _grant_reader(look)}")
 
 
 async def _unseen(look: Look, why: str) -> Said:
     """What this role may not read, and who could let it."""
-    role = quote_ident(await look.db.fetchval("SELECT current_user"))
-    schema = quote_ident(look.schema)
-    kind = "SEQUENCES" if "sequence" in why else "TABLES"
-    do = f"GRANT SELECT ON ALL {kind} IN SCHEMA {schema} TO {role}"
-    if not any(thing in why for thing in (" table ", " sequence ")):
+    if "endpoint_secret" in why:
+        do = "run it as a role of a relay or an operator: readers see no secrets"
+    elif any(thing in why for thing in (" table ", " sequence ", " function ")):
+        do = await _grant_reader(look)
+    else:
         do = "connect as the role that ran outbox migrate"
     return warning(f"could not see this: {why}", do)
+
+
+async def _grant_reader(look: Look) -> str:
+    role = await look.db.fetchval("SELECT current_user")
+    return f"as the role that ran outbox migrate: {roles.grant(look, 'reader', role)}"

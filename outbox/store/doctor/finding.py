@@ -110,6 +110,8 @@ class Limits:
     """In multiples of the age from which on autovacuum freezes whatever happens."""
     freeze_problem: int = 1_600_000_000
     """Of two thousand million transactions, after which the server takes no writes."""
+    shells_max: int = 100
+    """Empty partitions that wait for their owner: of two years, at some days for each."""
     probe_s: float = 5.0
     """A living relay sequences what is published within milliseconds."""
     probe_slow_ms: float = 1000.0

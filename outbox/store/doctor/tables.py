@@ -32,7 +32,7 @@ WITH parts AS MATERIALIZED (
       LEFT JOIN pg_class t ON t.oid = c.reltoastrelid
       LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
       LEFT JOIN pg_class p ON p.oid = i.inhparent
-     WHERE c.relnamespace = current_schema()::regnamespace AND c.relkind = 'r')
+     WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'r')
 SELECT name, sum(live)::bigint AS live, sum(dead)::bigint AS dead,
        extract(epoch FROM clock_timestamp() - max(vacuumed_at))::float8 AS vacuumed_s,
        array_agg(part ORDER BY part) FILTER (WHERE off) AS off,
@@ -49,7 +49,7 @@ SELECT coalesce(p.relname, c.relname)::text AS name,
   FROM pg_class c
   LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
   LEFT JOIN pg_class p ON p.oid = i.inhparent
- WHERE c.relnamespace = current_schema()::regnamespace AND c.relkind = 'r'
+ WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relkind = 'r'
  GROUP BY 1 ORDER BY 2 DESC LIMIT $1
 """
 SIZES_MAX = 3

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from outbox.store import backfill, erase, partitions, retention
 from tests.sim.database.engine import UPDATE, Wait
-from tests.sim.database.statements.registry import answers, answers_prefix
+from tests.sim.database.statements.registry import answers
 from tests.sim.database.tables import Batch
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def no_partitions(db: Database, tx: Transaction, *_: object) -> list[Row]:
     return []
 
 
-@answers_prefix("ANALYZE ")
+@answers(partitions.ANALYZE)
 def analyze(db: Database, tx: Transaction, parent: str) -> str:
-    return "ANALYZE"
+    return "SELECT 1"
 
 
 @answers(erase.READ_ERASED)

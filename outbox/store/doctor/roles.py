@@ -1,0 +1,156 @@
+"""Roles: relays with more rights than they need, and roles that lack one."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from outbox.core.names import quote_ident
+from outbox.store.doctor.finding import listed, many, ok, problem, warning
+from outbox.store.schema import migrate_command
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from outbox.store.doctor.finding import Look, Said
+
+# Where no relay lives, it is this role that one would connect as.  A session's role can
+# be seen by everybody.
+RELAYS = """
+WITH seen AS (
+    SELECT DISTINCT r.rolname, r.rolsuper
+      FROM replica p
+      JOIN pg_stat_activity a ON a.pid = ANY (p.pids)
+      JOIN pg_roles r ON r.oid = a.usesysid
+     WHERE p.expires_at > clock_timestamp())
+SELECT rolname AS role, rolsuper AS superuser, true AS runs FROM seen
+UNION ALL
+SELECT rolname, rolsuper, false FROM pg_roles
+ WHERE rolname = current_user AND NOT EXISTS (SELECT FROM seen)
+ ORDER BY role
+"""
+
+# What this role is: it has the rights of those that it is a member of.
+ABOUT = """
+SELECT current_user AS role, pg_has_role(c.relowner, 'USAGE') AS owner,
+       ARRAY(SELECT DISTINCT w.purpose
+               FROM unnest('{producer,relay,operator,reader}'::text[]) AS w(purpose)
+               JOIN pg_proc p ON p.pronamespace = c.relnamespace
+                AND p.proname = w.purpose || '_rights'
+              CROSS JOIN LATERAL aclexplode(p.proacl) AS acl
+              WHERE acl.grantee <> 0 AND pg_has_role(acl.grantee, 'USAGE')
+              ORDER BY 1) AS purposes
+  FROM pg_class c WHERE c.oid = 'outbox'::regclass
+"""
+
+# What it should have, and has not.
+MISSING = """
+SELECT r.privilege || ' on ' || r.name AS missing
+  FROM rights($1) r
+ WHERE NOT CASE r.kind
+           WHEN 'sequence' THEN has_sequence_privilege(r.name, r.privilege)
+           WHEN 'function' THEN (
+                SELECT has_function_privilege(p.oid, r.privilege) FROM pg_proc p
+                 WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+                   AND p.proname = r.name)
+           ELSE CASE WHEN r.columns IS NULL THEN has_table_privilege(r.name, r.privilege)
+                     ELSE (SELECT bool_and(has_column_privilege(r.name, c, r.privilege))
+                             FROM unnest(r.columns) AS c) END
+           END
+ ORDER BY r.kind DESC, r.name
+"""
+
+# Whoever may define something here could have our functions run it, with their rights.
+CREATORS = """
+SELECT coalesce(r.rolname, 'PUBLIC') AS role
+  FROM pg_namespace n
+ CROSS JOIN LATERAL aclexplode(n.nspacl) AS acl
+  LEFT JOIN pg_roles r ON r.oid = acl.grantee
+ WHERE n.nspname = current_schema() AND acl.privilege_type = 'CREATE'
+   AND acl.grantee <> n.nspowner
+ ORDER BY 1
+"""
+
+# Partitions of dropped periods that are still attached, and have been for a day.
+SHELLS = """
+SELECT count(*)
+  FROM period p
+  JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
+   AND c.relname = ANY (CASE p.kind WHEN 'events' THEN ARRAY['outbox_' || p.number]
+                        ELSE ARRAY['attempt_' || p.number, 'batch_' || p.number,
+                                   'delivery_' || p.number] END)
+ WHERE p.dropped_at < clock_timestamp() - interval '1 day'
+"""
+
+
+async def roles(look: Look) -> AsyncIterator[Said]:
+    """Relays have what they need and not much more, and so has whoever asks."""
+    wrong = False
+    for row in await look.db.fetch(RELAYS):
+        if row["superuser"]:
+            wrong = True
+            yield _superuser(look, row["role"], runs=row["runs"])
+    for row in await look.db.fetch(CREATORS):
+        wrong = True
+        role = row["role"] if row["role"] == "PUBLIC" else quote_ident(row["role"])
+        yield problem(
+            f"{role} may define things in the schema, which our functions could be made to "
+            "run with the owner's rights",
+            f"REVOKE CREATE ON SCHEMA {quote_ident(look.schema)} FROM {role}",
+        )
+    about = await look.db.fetchrow(ABOUT)
+    if about["owner"]:
+        if not wrong:
+            yield ok(f'"{about["role"]}" owns the tables')
+        return
+    async for said in _granted(look, about["role"], about["purposes"]):
+        yield said
+
+
+async def _granted(look: Look, role: str, purposes: list[str]) -> AsyncIterator[Said]:
+    if not purposes:
+        yield warning(
+            f'"{role}" was granted none of our purposes: what it may do was put together by hand',
+            f"as their owner: {grant(look, 'reader', role)} (or operator, relay, producer)",
+        )
+    for purpose in purposes:
+        # A producer may not even look at what it needs.
+        missing = []
+        if purpose != "producer":
+            missing = [row["missing"] for row in await look.db.fetch(MISSING, purpose)]
+        if missing:
+            yield problem(
+                f'"{role}", which is for a {purpose}, lacks {listed(missing)}',
+                f"as their owner: {grant(look, purpose, role)}",
+            )
+        else:
+            yield ok(f'"{role}" has what a {purpose} needs, and owns nothing')
+
+
+async def shells(look: Look) -> AsyncIterator[Said]:
+    """What relays that own nothing have emptied is dropped by its owner now and then."""
+    count = await look.db.fetchval(SHELLS)
+    run = f"as their owner: {migrate_command(look.schema)}"
+    says = (
+        f"{many(count, 'partition')} of dropped periods {'is' if count == 1 else 'are'} empty and "
+        "still attached, because the relays do not own them"
+    )
+    if count > look.limits.shells_max:
+        yield warning(f"{says}: so many make planning slow", run)
+    elif count:
+        yield ok(says)
+    else:
+        yield ok("no partition of a dropped period is left")
+
+
+def _superuser(look: Look, role: str, *, runs: bool) -> Said:
+    who = f'a relay connects as "{role}"' if runs else f'a relay would connect as "{role}"'
+    return warning(
+        f"{who}, a superuser: whoever gets hold of the relay has the whole server",
+        f"make a role for relays, and run: {grant(look, 'relay', 'ROLE')}",
+    )
+
+
+def grant(look: Look, purpose: str, role: str) -> str:
+    """The command that gives a role what it needs for a purpose."""
+    return f"{migrate_command(look.schema)} --{purpose} {shlex.quote(role)}"

@@ -1,0 +1,156 @@
+"""Commands, run as roles that may do what their purpose needs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.support.relay import OK, REFUSED, Network, add_endpoint, all_ended, publish, running
+from tests.support.roles import dsn_of, role
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.cli.conftest import Command, Result
+    from tests.support.postgres import Database
+
+LOOKING = (
+    ("status",),
+    ("verify",),
+    ("trace", "k"),
+    ("dead", "list"),
+    ("dead", "show", "1"),
+    ("dead", "count"),
+    ("endpoint", "list"),
+    ("endpoint", "show", "shop"),
+    ("replay", "list", "--state", "all"),
+    ("schedule", "list"),
+    ("schedule", "show", "nightly"),
+    ("once", "list"),
+    ("once", "show", "o"),
+    ("token", "list"),
+    ("migrate", "--check"),
+)
+
+OPERATING = (
+    ("endpoint", "add", "new", "https://receiver.test/", "--header", "X-A: b"),
+    ("endpoint", "update", "new", "--lanes", "3", "--header", "X-A: c"),
+    ("endpoint", "pause", "new", "--why", "because"),
+    ("endpoint", "resume", "new"),
+    ("endpoint", "rotate-secret", "new", "--overlap", "0"),
+    ("endpoint", "rotate-secret", "new"),
+    ("endpoint", "fetch-token", "new"),
+    ("endpoint", "fetch-token", "new", "--overlap", "0"),
+    ("endpoint", "fetch-token", "new", "--revoke"),
+    ("endpoint", "remove", "new", "--give-up"),
+    ("dead", "replay", "1"),
+    ("replay", "--endpoint", "shop", "--since", "1h"),
+    ("replay", "abort", "2"),
+    ("dead", "discard", "2"),
+    ("schedule", "add", "weekly", "@weekly", "--type", "a.b"),
+    ("schedule", "add", "weekly", "@monthly", "--type", "a.b", "--replace"),
+    ("schedule", "pause", "weekly"),
+    ("schedule", "resume", "weekly"),
+    ("schedule", "run-now", "weekly"),
+    ("schedule", "remove", "weekly"),
+    ("once", "reset", "o"),
+    ("token", "add", "ci", "--scope", "read"),
+    ("token", "revoke", "ci"),
+    ("erase", "--key", "k", "--yes"),
+)
+
+
+@pytest.fixture
+def filled(database: Database) -> Database:
+    """Two dead letters, a schedule and a once key."""
+
+    async def go() -> None:
+        await add_endpoint(
+            database, headers={"X-Plain": "canary-header", "Authorization": "canary"}
+        )
+        async with running(database, Network(lambda s: REFUSED if s.seq < 3 else OK)):
+            await publish(database, 1, 2, 3, key="k")
+            await all_ended(database)
+        async with database.connection() as owner:
+            await owner.execute("SELECT relay.publish('a.b', '{}', once => 'o')")
+
+    with capture_logs():
+        asyncio.run(go())
+    return database
+
+
+@pytest.fixture
+def as_role(outbox: Command, filled: Database) -> Iterator[Callable[..., Result]]:
+    """Run a command as a role with a purpose."""
+    loop = asyncio.new_event_loop()
+    made: dict[str, Any] = {}
+
+    def call(purpose: str, *words: str) -> Result:
+        if purpose not in made:
+            context = role(filled, purpose)
+            made[purpose] = context, loop.run_until_complete(context.__aenter__())
+        return outbox(*words, OUTBOX_DSN=dsn_of(filled, made[purpose][1]))
+
+    owner = {"OUTBOX_DSN": filled.dsn}
+    assert outbox("schedule", "add", "nightly", "@daily", "--type", "a.b", **owner).code == 0
+    yield call
+    for context, _ in made.values():
+        loop.run_until_complete(context.__aexit__(None, None, None))
+    loop.close()
+
+
+@pytest.mark.parametrize("purpose", ["reader", "operator", "relay"])
+def test_who_looks_sees_everything_but_secrets(
+    as_role: Callable[..., Result], purpose: str
+) -> None:
+    for words in LOOKING:
+        result = as_role(purpose, *words)
+        assert result.code == 0, (words, result.err, result.out)
+    unseen = [
+        found["check"]
+        for found in as_role(purpose, "doctor", "--no-probe", "--json").json["findings"]
+        if found["says"].startswith("could not see this")
+    ]
+    assert unseen == (["secrets"] if purpose == "reader" else [])
+    shown = as_role(purpose, "endpoint", "show", "shop", "--json")
+    headers = shown.json["settings"]["headers"]
+    plain = "(not shown)" if purpose == "reader" else "canary-header"
+    assert headers == {"X-Plain": plain, "Authorization": "(not shown)"}
+
+
+def test_an_operator_does_what_its_commands_do(
+    as_role: Callable[..., Result], tmp_path: Path
+) -> None:
+    for words in OPERATING:
+        result = as_role("operator", *words)
+        assert result.code == 0, (words, result.err, result.out)
+    file = tmp_path / "endpoints.yaml"
+    exported = as_role("operator", "endpoint", "export")
+    assert "canary-header" in exported.out
+    file.write_text(exported.out.replace("canary-header", "other").replace("http:", "https:"))
+    assert as_role("operator", "apply", "--file", str(file)).code == 0
+    assert as_role("operator", "verify").code == 0
+
+
+@pytest.mark.one_major
+def test_who_only_looks_changes_nothing_and_is_told_whom_to_ask(
+    as_role: Callable[..., Result],
+) -> None:
+    for words in OPERATING:
+        result = as_role("reader", *words)
+        assert result.code in (2, 3), words
+        if result.code == 3:
+            assert "permission denied" in result.error
+            assert "outbox migrate --relay, --operator or --reader ROLE" in result.error
+    assert as_role("reader", "endpoint", "export").code == 3
+
+
+@pytest.mark.one_major
+def test_a_producer_publishes_and_cannot_look(as_role: Callable[..., Result]) -> None:
+    assert as_role("producer", "publish", "a.b", "--once", "p").code == 0
+    for words in LOOKING:
+        assert as_role("producer", *words).code == 3, words

@@ -1,0 +1,487 @@
+"""Roles: each may do what its purpose needs, and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+from outbox.core.names import quote_ident
+from outbox.store import migrate as module
+from outbox.store.migrate import PURPOSES, Migration, migrate, migrations
+from outbox.store.partitions import PartitionStore
+from tests.support.doctor import PATH, findings
+from tests.support.relay import add_endpoint, fetchval, publish
+from tests.support.roles import role
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.store.doctor import Finding
+    from tests.support.postgres import Database
+
+OWNERS_RIGHTS = {
+    "add_partition",
+    "analyze_parent",
+    "claim_once",
+    "empty_partition",
+    "header_names",
+    "publish",
+    "publish_many",
+    "reset_once",
+    "ring",
+    "summarize",
+}
+"""Functions that run with the rights of their owner."""
+
+FUNCTIONS = """
+SELECT p.proname AS name, p.prosecdef AS definer, p.proconfig AS config,
+       EXISTS (SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a
+                WHERE a.grantee = 0) AS public
+  FROM pg_proc p WHERE p.pronamespace = $1::regnamespace
+"""
+
+DENIED = (asyncpg.InsufficientPrivilegeError, asyncpg.GeneratedAlwaysError)
+FORGED = "INSERT INTO outbox (id, type, payload) OVERRIDING SYSTEM VALUE VALUES (5, 'a', '{}')"
+
+NOBODY_MAY = (
+    FORGED,
+    "INSERT INTO outbox_0 (type, payload) VALUES ('a', '{}')",
+    "UPDATE outbox SET type = 'b'",
+    "DELETE FROM outbox",
+    "TRUNCATE outbox",
+    "TRUNCATE outbox_0",
+    "ALTER TABLE outbox DISABLE TRIGGER ALL",
+    "ALTER TABLE outbox DETACH PARTITION outbox_0",
+    "DROP TABLE outbox_0",
+    "UPDATE journal SET actor = 'nobody'",
+    "DELETE FROM journal",
+    "UPDATE migration SET version = 99",
+    "UPDATE attempt SET outcome = 'delivered'",
+    "DELETE FROM attempt",
+    "DELETE FROM delivery",
+    "UPDATE batch SET high = 0",
+    "CREATE TABLE mine ()",
+    "CREATE FUNCTION mine() RETURNS int LANGUAGE sql AS 'SELECT 1'",
+    "CREATE OR REPLACE FUNCTION rfc3339(at timestamptz) RETURNS text LANGUAGE sql AS 'SELECT 1'",
+    "CREATE TRIGGER mine AFTER INSERT ON outbox FOR EACH STATEMENT EXECUTE FUNCTION ring()",
+    "ALTER FUNCTION publish OWNER TO CURRENT_USER",
+    "SELECT set_payload_bytes_max(5000)",
+    "SELECT make_partition('outbox', 7)",
+    "SELECT settle_rights()",
+    "SELECT grant_purpose('relay', current_user::regrole)",
+    "SELECT grant_producer(current_user::regrole)",
+    "SELECT grant_relay(current_user::regrole)",
+    "SELECT * FROM public.theirs",
+    "INSERT INTO public.theirs VALUES (1)",
+)
+
+MAY_NOT = {
+    "producer": (
+        *NOBODY_MAY,
+        "SELECT * FROM outbox",
+        "SELECT payload FROM outbox_0",
+        "SELECT * FROM endpoint",
+        "SELECT secret FROM endpoint_secret",
+        "SELECT hash FROM token",
+        "SELECT * FROM once",
+        "SELECT * FROM migration",
+        "SELECT nextval('outbox_id_seq')",
+        "SELECT setval('wakeup', 1)",
+        "SELECT add_partition('outbox', 3)",
+        "SELECT header_names(NULL)",
+        "SELECT announce('outbox.endpoint.held', NULL, '{}')",
+        "INSERT INTO outbox (event_id, type, payload) VALUES (gen_random_uuid(), 'a', '{}')",
+    ),
+    "reader": (
+        *NOBODY_MAY,
+        "SELECT headers FROM endpoint",
+        "SELECT * FROM endpoint",
+        "SELECT secret FROM endpoint_secret",
+        "SELECT s FROM endpoint_secret s",
+        "SELECT * FROM token",
+        "SELECT hash FROM token",
+        "SELECT FROM token WHERE hash = ''",
+        "SELECT hash FROM fetch_token",
+        "SELECT publish('a', '{}')",
+        "SELECT claim_once('k')",
+        "INSERT INTO outbox (type, payload) VALUES ('a', '{}')",
+        "INSERT INTO journal (kind, actor) VALUES ('a', 'b')",
+        "SELECT FROM cursor FOR UPDATE",
+        "UPDATE endpoint SET url = 'http://elsewhere.test'",
+        "UPDATE dead_letter SET state = 'discarded'",
+        "SELECT setval('wakeup', 1)",
+        "SELECT add_partition('outbox', 3)",
+        "SELECT empty_partition('outbox', 0)",
+    ),
+    "operator": (
+        *NOBODY_MAY,
+        "SELECT hash FROM token",
+        "SELECT hash FROM fetch_token",
+        "UPDATE token SET hash = sha256('')",
+        "UPDATE token SET scopes = '{operate}'",
+        "DELETE FROM token",
+        "SELECT publish('a', '{}')",
+        "SELECT claim_once('k')",
+        "UPDATE outbox SET id = 7",
+        "UPDATE outbox SET created_at = now()",
+        "SELECT nextval('outbox_id_seq')",
+        "SELECT setval('outbox_id_seq', 1)",
+        "UPDATE cursor SET writer = 7",
+        "UPDATE lane_progress SET acked_seq = 7",
+        "INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,"
+        " elapsed_ms) VALUES (1, 1, 1, 1, 1, 'delivered', now(), 1)",
+        "INSERT INTO delivery (lane_id, batch, seq, outbox_id) VALUES (1, 1, 1, 1)",
+        "INSERT INTO batch (batch, high) VALUES (7, 7)",
+        "INSERT INTO replica (name, version, pids, lease_s, expires_at)"
+        " VALUES ('a', 'b', '{}', 1, now())",
+        "UPDATE period SET dropped_at = now()",
+        "SELECT add_partition('outbox', 3)",
+        "SELECT empty_partition('outbox', 0)",
+    ),
+    "relay": (
+        *NOBODY_MAY,
+        "UPDATE endpoint SET url = 'http://elsewhere.test'",
+        "UPDATE endpoint SET headers = '{}'",
+        "INSERT INTO endpoint (name, url) VALUES ('a', 'b')",
+        "INSERT INTO endpoint_secret (endpoint_id, id, secret) VALUES (gen_random_uuid(), 1, 'a')",
+        "UPDATE endpoint_secret SET secret = 'whsec_'",
+        "INSERT INTO token (name, hash, scopes, created_by)"
+        " VALUES ('a', sha256(''), '{operate}', 'a')",
+        "UPDATE token SET scopes = '{operate}'",
+        "DELETE FROM token",
+        "INSERT INTO fetch_token (endpoint_id, hash, created_by)"
+        " VALUES (gen_random_uuid(), sha256(''), 'a')",
+        "DELETE FROM fetch_token",
+        "UPDATE outbox SET payload = NULL",
+        "SELECT publish('a', '{}')",
+        "INSERT INTO schedule (name, cron) VALUES ('a', '@daily')",
+    ),
+}
+
+REFUSED = (
+    ("SELECT add_partition('public.theirs', 3)", "there is to be no partition 3"),
+    ("SELECT add_partition('period', 3)", "there is to be no partition 3"),
+    ("SELECT add_partition('outbox', 4000)", "there is to be no partition 4000"),
+    ("SELECT add_partition('outbox', -1)", "there is to be no partition -1"),
+    ("SELECT add_partition('outbox', NULL)", "there is to be no partition"),
+    ("SELECT empty_partition('outbox', 0)", "not of a period that was dropped"),
+    ("SELECT empty_partition('public.theirs', 0)", "not of a period that was dropped"),
+    ("SELECT empty_partition('outbox', 77)", "not of a period that was dropped"),
+    ("SELECT empty_partition('outbox', NULL)", "not of a period that was dropped"),
+    ("SELECT analyze_parent('public.theirs')", "is not a parent of ours"),
+    ("SELECT summarize('public.theirs_key')", "is not of a partition of ours"),
+)
+"""What functions with the owner's rights do not do for a relay."""
+
+
+@pytest.fixture
+async def owner(database: Database) -> Connection[Any]:
+    connection = await database.connect(**PATH)
+    await connection.execute(
+        "CREATE TABLE public.theirs (n int); CREATE INDEX theirs_key ON public.theirs (n)"
+    )
+    return connection
+
+
+async def _as(database: Database, name: str) -> Connection[Any]:
+    return await database.connect(user=name, **PATH)
+
+
+# ------------------------------------------------------------------- functions
+
+
+@pytest.mark.parametrize("schema", ["relay", 'Pro"d \u00fcber'])
+async def test_no_function_is_everybodys_and_none_can_be_captured(
+    empty_database: Database, schema: str
+) -> None:
+    connection = await empty_database.connect()
+    await migrate(connection, schema)
+    found = await connection.fetch(FUNCTIONS, quote_ident(schema))
+    assert [f["name"] for f in found if f["public"]] == []
+    assert {f["name"] for f in found if f["definer"]} == OWNERS_RIGHTS
+    # Where pg_temp is not named it comes first, and anybody could put tables there.
+    pinned = f"search_path={await connection.fetchval('SELECT quote_ident($1)', schema)}, pg_temp"
+    assert all(pinned in f["config"] for f in found if f["definer"])
+
+
+@pytest.mark.one_major
+async def test_tables_of_the_callers_own_are_not_taken_for_ours(
+    database: Database, owner: Connection[Any]
+) -> None:
+    endpoint = await add_endpoint(database, headers={"X-Ours": "1"})
+    async with role(database, "relay", "producer") as name:
+        relay = await _as(database, name)
+        await relay.execute("""
+            CREATE TEMP TABLE endpoint (id uuid, headers jsonb);
+            CREATE TEMP TABLE period (kind text, number bigint, dropped_at timestamptz);
+            INSERT INTO pg_temp.period VALUES ('events', 0, '2000-01-01'), ('events', 90, NULL);
+            CREATE TEMP TABLE once (LIKE relay.once);
+            CREATE TEMP TABLE outbox (LIKE relay.outbox);
+            SET search_path = pg_temp, relay
+        """)
+        assert await relay.fetchval("SELECT relay.header_names($1)", endpoint.id) == ["X-Ours"]
+        with pytest.raises(asyncpg.InvalidParameterValueError):
+            await relay.execute("SELECT relay.add_partition('relay.outbox', 80)")
+        with pytest.raises(asyncpg.InvalidParameterValueError):
+            await relay.execute("SELECT relay.add_partition('pg_temp.outbox', 3)")
+        with pytest.raises(asyncpg.InvalidParameterValueError):
+            await relay.execute("SELECT relay.empty_partition('relay.outbox', 0)")
+        await relay.execute("SELECT relay.publish('a.b', '{}', once => 'k')")
+        assert await relay.fetchval("SELECT count(*) FROM pg_temp.outbox") == 0
+        assert await owner.fetchval("SELECT count(*) FROM outbox JOIN once USING (event_id)") == 1
+
+
+async def test_functions_with_the_owners_rights_do_one_thing_to_our_own_tables(
+    database: Database, owner: Connection[Any]
+) -> None:
+    async with role(database, "relay") as name:
+        relay = await _as(database, name)
+        for statement, says in REFUSED:
+            with pytest.raises(asyncpg.InvalidParameterValueError, match=says):
+                await relay.execute(statement)
+        await relay.execute("SELECT add_partition('outbox', 3)")
+        made = "SELECT tableowner FROM pg_tables WHERE tablename = 'outbox_3'"
+        assert await owner.fetchval(made) != name
+
+
+# ------------------------------------------------------------------- rights
+
+
+@pytest.mark.parametrize("purpose", PURPOSES)
+async def test_a_role_may_do_nothing_else(
+    database: Database, owner: Connection[Any], purpose: str
+) -> None:
+    await add_endpoint(database)
+    async with role(database, purpose) as name:
+        connection = await _as(database, name)
+        for statement in MAY_NOT[purpose]:
+            try:
+                async with connection.transaction():
+                    await connection.execute(statement)
+                    raise AssertionError(f"a {purpose} may {statement}")
+            except DENIED:
+                pass
+
+
+@pytest.mark.one_major
+async def test_every_table_is_shown_to_readers_or_kept_from_everybody_on_purpose(
+    owner: Connection[Any],
+) -> None:
+    tables = await owner.fetchval("""
+        SELECT array_agg(relname::text) FROM pg_class
+         WHERE relnamespace = 'relay'::regnamespace AND relkind IN ('r', 'p')
+           AND NOT relispartition
+    """)
+    shown = await owner.fetchval("SELECT array_agg(name) FROM reader_rights() WHERE kind = 'table'")
+    assert sorted(tables) == sorted(shown)
+    for purpose in PURPOSES:
+        sql = f"SELECT array_agg(DISTINCT name) FROM {purpose}_rights() WHERE kind = 'table'"
+        assert set(await owner.fetchval(sql)) <= set(tables)
+
+
+@pytest.mark.one_major
+async def test_a_role_without_a_purpose_sees_nothing(
+    database: Database, owner: Connection[Any]
+) -> None:
+    async with role(database) as name:
+        connection = await _as(database, name)
+        with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedTableError)):
+            await connection.fetch("SELECT FROM relay.outbox")
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await connection.fetch("SELECT relay.rfc3339(now())")
+
+
+# ----------------------------------------------------------------- granting
+
+
+async def _rights_of(connection: Connection[Any], schema: str, name: str) -> set[tuple[str, ...]]:
+    rows = await connection.fetch(
+        """
+        SELECT c.relname, a.privilege_type, '' FROM pg_class c, aclexplode(c.relacl) a
+         WHERE c.relnamespace = $1::regnamespace AND a.grantee = $2::regrole
+        UNION ALL
+        SELECT c.relname, a.privilege_type, t.attname
+          FROM pg_class c JOIN pg_attribute t ON t.attrelid = c.oid, aclexplode(t.attacl) a
+         WHERE c.relnamespace = $1::regnamespace AND a.grantee = $2::regrole
+        UNION ALL
+        SELECT p.proname, a.privilege_type, '' FROM pg_proc p, aclexplode(p.proacl) a
+         WHERE p.pronamespace = $1::regnamespace AND a.grantee = $2::regrole
+        """,
+        quote_ident(schema),
+        quote_ident(name),
+    )
+    return {tuple(row) for row in rows}
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("purpose", PURPOSES)
+async def test_granting_again_changes_nothing_whatever_the_names_are(
+    empty_database: Database, purpose: str
+) -> None:
+    schema, name = 'Stag"ing x', f'Ro"le {empty_database.name} \u00fc'
+    connection = await empty_database.connect()
+    await connection.execute(f"CREATE ROLE {quote_ident(name)} LOGIN")
+    try:
+        await migrate(connection, schema, roles=[(purpose, name)])
+        once = await _rights_of(connection, schema, name)
+        await migrate(connection, schema, roles=[(purpose, name)])
+        assert await _rights_of(connection, schema, name) == once
+        assert len(once) > 10
+        assert not any(each[0].startswith("outbox_0") for each in once)
+    finally:
+        await connection.execute(
+            f"DROP OWNED BY {quote_ident(name)}; DROP ROLE {quote_ident(name)}"
+        )
+
+
+@pytest.mark.one_major
+async def test_what_a_later_migration_adds_is_granted_to_who_needs_it(
+    database: Database, owner: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = migrations()[-1]
+    text = """
+        CREATE TABLE later (id int);
+        ALTER TABLE endpoint ADD COLUMN colour text;
+        CREATE FUNCTION later() RETURNS int LANGUAGE sql AS 'SELECT 1';
+        ALTER FUNCTION looking_rights RENAME TO looking_rights_before;
+        CREATE FUNCTION looking_rights() RETURNS SETOF needed
+        LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
+            SELECT * FROM looking_rights_before()
+            UNION ALL VALUES ('table', 'later', 'SELECT', NULL::text[], NULL::text[]),
+                             ('function', 'later', 'EXECUTE', NULL, NULL)
+        $$;
+    """
+    later = Migration(last.version + 1, "later", text, "x", last.version + 1)
+    monkeypatch.setattr(module, "migrations", lambda: (*migrations_before, later))
+    migrations_before = migrations()
+    async with (
+        role(database, "reader") as reader,
+        role(database, "relay") as relay,
+        role(database, "producer") as producer,
+    ):
+        await migrate(owner, "relay")
+        for name in (reader, relay):
+            connection = await _as(database, name)
+            await connection.execute("SELECT colour FROM endpoint; SELECT later() FROM later")
+        connection = await _as(database, producer)
+        for statement in ("SELECT FROM relay.later", "SELECT relay.later()"):
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await connection.execute(statement)
+
+
+@pytest.mark.one_major
+async def test_a_role_that_was_granted_nothing_any_more_is_left_alone(
+    database: Database, owner: Connection[Any]
+) -> None:
+    async with role(database, "reader", "operator") as name:
+        await owner.execute(f'DROP OWNED BY "{name}"; SELECT grant_producer(\'"{name}"\')')
+        await owner.execute("SELECT settle_rights()")
+        connection = await _as(database, name)
+        await connection.execute("SELECT publish('a.b', '{}')")
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await connection.execute("SELECT FROM outbox")
+
+
+# ------------------------------------------------------------------- the doctor
+
+
+async def _says(connection: Connection[Any], check: str = "roles") -> list[Finding]:
+    return [f for f in await findings(connection) if f.check == check]
+
+
+@pytest.mark.one_major
+async def test_the_doctor_tells_of_relays_that_are_superusers(owner: Connection[Any]) -> None:
+    await owner.execute("""
+        INSERT INTO replica (name, version, pids, lease_s, expires_at)
+        VALUES ('r1', '1', ARRAY[pg_backend_pid()], 5, clock_timestamp() + interval '1 h')
+    """)
+    (found,) = await _says(owner)
+    assert found.severity == "warning"
+    assert 'a relay connects as "' in found.says
+    assert "superuser: whoever gets hold of the relay has the whole server" in found.says
+    assert found.do == "make a role for relays, and run: outbox migrate --relay ROLE"
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("purpose", ["relay", "operator", "reader"])
+async def test_the_doctor_tells_which_right_is_missing(
+    database: Database, owner: Connection[Any], purpose: str
+) -> None:
+    async with role(database, purpose) as name:
+        connection = await _as(database, name)
+        (found,) = await _says(connection)
+        assert (found.severity, found.says) == (
+            "ok",
+            f'"{name}" has what a {purpose} needs, and owns nothing',
+        )
+        await owner.execute(f'REVOKE SELECT ON lane_block FROM "{name}"')
+        await owner.execute(f'REVOKE EXECUTE ON FUNCTION meets FROM "{name}"')
+        await owner.execute(f'REVOKE SELECT (name) ON token FROM "{name}"')
+        await owner.execute(f'REVOKE SELECT ON token FROM "{name}"')
+        (found,) = await _says(connection)
+        assert found.severity == "problem"
+        assert '"SELECT on lane_block"' in found.says
+        assert '"SELECT on token"' in found.says
+        assert '"EXECUTE on meets"' in found.says
+        assert found.do == f"as their owner: outbox migrate --{purpose} {name}"
+        await migrate(owner, "relay", roles=[(purpose, name)])
+        (found,) = await _says(connection)
+        assert found.severity == "ok"
+
+
+@pytest.mark.one_major
+async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
+    owner: Connection[Any],
+) -> None:
+    await owner.execute("GRANT CREATE ON SCHEMA relay TO PUBLIC")
+    (found,) = [f for f in await _says(owner) if f.severity == "problem"]
+    assert "PUBLIC may define things in the schema" in found.says
+    await owner.execute(str(found.do))
+    assert [f for f in await _says(owner) if f.severity == "problem"] == []
+
+
+# ------------------------------------------------------------------ partitions
+
+
+async def _drop_first_events(owner: Connection[Any]) -> None:
+    await owner.execute("""
+        INSERT INTO period (kind, number) VALUES ('events', 1);
+        UPDATE period SET ended_at = now(), dropped_at = now() - interval '2 days'
+         WHERE kind = 'events' AND number = 0
+    """)
+
+
+@pytest.mark.one_major
+async def test_emptied_partitions_are_told_and_their_owner_drops_them(
+    database: Database, owner: Connection[Any]
+) -> None:
+    await publish(database, 1, 2)
+    await _drop_first_events(owner)
+    async with role(database, "relay") as name:
+        relay = await _as(database, name)
+        assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is True
+        assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is False
+        assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
+        (found,) = await _says(relay, "leftovers")
+        assert found.severity == "ok"
+        assert "1 partition of dropped periods is empty and still attached" in found.says
+        assert await PartitionStore(relay).drop_owned() == 0
+        assert await PartitionStore(owner).drop_owned() == 1
+        (found,) = await _says(relay, "leftovers")
+        assert found.says == "no partition of a dropped period is left"
+
+
+@pytest.mark.one_major
+async def test_to_empty_a_partition_waits_for_nobody(
+    database: Database, owner: Connection[Any]
+) -> None:
+    await publish(database, 1)
+    await _drop_first_events(owner)
+    async with role(database, "relay") as name, database.connection(**PATH) as looks:
+        relay = await _as(database, name)
+        async with looks.transaction():
+            await looks.fetch("SELECT FROM outbox_0")
+            assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is False
+        assert await relay.fetchval("SELECT empty_partition('outbox', 0)") is True

@@ -1,0 +1,35 @@
+"""Roles with a purpose, as an installation has them: they log in, and own nothing."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from outbox.core.names import quote_ident, quote_literal
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.postgres import Database
+
+
+@asynccontextmanager
+async def role(database: Database, *purposes: str) -> AsyncIterator[str]:
+    """A role that was granted these, named after them; it goes with the block."""
+    # Roles belong to the server, which other tests use at the same time.
+    name = "-".join((*purposes, database.name))
+    async with database.connection() as owner:
+        await owner.execute(f"CREATE ROLE {quote_ident(name)} LOGIN")
+        for purpose in purposes:
+            named = quote_literal(quote_ident(name))
+            await owner.execute(f"SELECT {database.schema}.grant_{purpose}({named})")
+    try:
+        yield name
+    finally:
+        async with database.connection() as owner:
+            await owner.execute(f"DROP OWNED BY {quote_ident(name)}; DROP ROLE {quote_ident(name)}")
+
+
+def dsn_of(database: Database, name: str) -> str:
+    """How a role connects."""
+    return database.server.embedded.dsn(database.name, user=name)
