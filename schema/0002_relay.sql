@@ -90,6 +90,20 @@ CREATE TABLE endpoint (
 -- A name is free again once its endpoint is removed.
 CREATE UNIQUE INDEX endpoint_name ON endpoint (name) WHERE state <> 'removed';
 
+-- Whoever removes an endpoint need not be one who may write its headers.
+CREATE FUNCTION forget_credentials() RETURNS trigger
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+BEGIN
+    NEW.headers := '{}';
+    NEW.identity := NULL;
+    RETURN NEW;
+END $$;
+REVOKE ALL ON FUNCTION forget_credentials FROM PUBLIC;
+CREATE TRIGGER forget_credentials
+    BEFORE UPDATE OF state ON endpoint FOR EACH ROW
+    WHEN (NEW.state = 'removed')
+    EXECUTE FUNCTION forget_credentials();
+
 -- What signs, `whsec_…` or (ed25519) `whsk_…`; two are live while one replaces the other.
 --
 -- These, an endpoint's `identity`, and the values of its headers are secrets.  Where relays

@@ -119,8 +119,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
     SELECT * FROM looking_rights()
     UNION ALL VALUES
         ('table', 'endpoint', 'SELECT', NULL::text[], NULL::text[]),
-        ('table', 'endpoint', 'UPDATE', 
-         '{state,state_at,state_by,state_why,generation,headers,identity}', NULL),
+        ('table', 'endpoint', 'UPDATE', '{state,state_at,state_by,state_why,generation}', NULL),
         ('table', 'endpoint_secret', 'SELECT', NULL, NULL),
         ('table', 'endpoint_secret', 'DELETE', NULL, NULL),
         ('table', 'subscription', 'UPDATE', '{to_batch}', NULL),

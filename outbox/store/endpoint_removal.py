@@ -30,7 +30,6 @@ SELECT coalesce(sum(s.last_seq - s.acked_seq), 0)::bigint FROM ({LANE_STATE}) s
 """  # noqa: S608 (constants only)
 
 FORGET_SECRETS = "DELETE FROM endpoint_secret WHERE endpoint_id = $1"
-FORGET_OTHERS = "UPDATE endpoint SET headers = '{}', identity = NULL WHERE id = $1"
 
 WAITING = f"""
 SELECT e.state, ({COUNT_OWED.replace("$1", "e.id")}) AS owed,
@@ -120,7 +119,6 @@ async def remove_in(
     await write_journal(connection, "endpoint_removing", actor, found.id, told)
     if state == "removed":
         await connection.execute(FORGET_SECRETS, found.id)
-        await connection.execute(FORGET_OTHERS, found.id)
         await write_journal(connection, "endpoint_removed", actor, found.id, {"given_up": 0})
     return Removal(found.id, name, state, owed)
 

@@ -155,9 +155,7 @@ RETURNING p.lane_id
 FINISH = f"""{fence("$5")},
 ended AS (
     UPDATE endpoint e
-       SET state = CASE e.state WHEN 'removing' THEN 'removed' ELSE 'disabled' END,
-           headers = CASE e.state WHEN 'removing' THEN '{{}}' ELSE e.headers END,
-           identity = CASE e.state WHEN 'removing' THEN NULL ELSE e.identity END
+       SET state = CASE e.state WHEN 'removing' THEN 'removed' ELSE 'disabled' END
       FROM fence WHERE e.id = $2 AND e.state IN ('removing', 'disabling')
     RETURNING e.id, e.state),
 owed AS (

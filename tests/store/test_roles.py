@@ -31,6 +31,7 @@ OWNERS_RIGHTS = {
     "publish_many",
     "reset_once",
     "ring",
+    "secrets_kept",
     "summarize",
 }
 """Functions that run with the rights of their owner."""
