@@ -1,0 +1,251 @@
+"""Turns: no limit is exceeded, no room is left lying, nobody starves, and shares are fair."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outbox.core.rate import RESOLUTION_S, SLACK_S, Rate
+from outbox.core.turns import SLOW_MIN_S, SLOW_S, Part, Turn, Turns, Why
+from tests.core.turns_model import Endpoint, Town
+
+PLACES = 64
+
+
+def checked(town: Town) -> None:
+    """What holds at any moment."""
+    turns = town.turns
+    open_ = Counter(part for e in town.endpoints.values() for part in e.open.values())
+    quick = open_[Part.QUICK] + open_[Part.NEW]
+    assert (turns.quick, turns.new, turns.slow) == (quick, open_[Part.NEW], open_[Part.SLOW])
+    assert turns.quick <= turns.quick_max
+    assert turns.new <= turns.new_max
+    assert turns.quick + turns.slow <= turns.in_flight_max
+    of_tenant: Counter[str | None] = Counter()
+    for endpoint in town.endpoints.values():
+        line = endpoint.line
+        most = line.in_flight_max
+        assert most is None or len(endpoint.open) <= most
+        of_tenant[line.tenant.name] += len(endpoint.open)
+    limit = town.tenant_in_flight_max
+    assert limit is None or all(n <= limit for name, n in of_tenant.items() if name is not None)
+    assert turns.waiting == sum(len(e.line.waiting) for e in town.endpoints.values())
+
+
+def nothing_is_left_lying(town: Town) -> None:
+    """Whoever waits has a reason that is true now."""
+    turns = town.turns
+    wake_at = turns.wake_at()
+    if wake_at is not None and wake_at <= town.now + 2 * RESOLUTION_S:
+        return  # It is about to be looked at.
+    for endpoint in town.endpoints.values():
+        line = endpoint.line
+        if line.waiting:
+            part = turns._part(line, town.now)
+            held = turns._held(line, town.now)
+            assert held is not None or not turns._has_room(line, part)
+
+
+def rates_are_kept(begun_at: list[float], per_s: float) -> None:
+    for i, since in enumerate(begun_at):
+        for n, at in enumerate(begun_at[i:], 1):
+            assert n <= (at - since + SLACK_S) * per_s + 1 + 1e-3
+
+
+def some_town(rng: Random, places: int) -> Town:
+    tenant_limit = rng.choice((None, None, 1, 7))
+    tenant_rate = rng.choice((None, None, 5.0))
+    town = Town(Turns(places, tenant_limit, tenant_rate))
+    town.tenant_in_flight_max, town.tenant_rate_per_s = tenant_limit, tenant_rate
+    for _ in range(rng.randrange(1, 12)):
+        usual_s = rng.choice((0.01, 0.1, 0.9, 1.5, 5.0))
+        slow_share = rng.choice((0.0, 0.0, 0.05, 0.5))
+
+        def takes_s(
+            _: int, __: float, usual_s: float = usual_s, share: float = slow_share
+        ) -> float:
+            return 5.0 * rng.random() if rng.random() < share else usual_s * rng.random()
+
+        Endpoint(
+            town,
+            takes_s,
+            lanes=rng.choice((1, 3, 40)),
+            every_s=rng.choice((None, 0.05, 1.0)),
+            tenant=rng.choice((None, "a", "b", "c")),
+            in_flight_max=rng.choice((None, None, 1, 5)),
+            rate_per_s=rng.choice((None, None, 0.5, 20.0)),
+            begins_at=rng.choice((0.0, 3.0)),
+        )
+    return town
+
+
+def meddle(town: Town, rng: Random) -> None:
+    """Somebody gives up waiting, or changes settings."""
+    endpoint = rng.choice(list(town.endpoints.values()))
+    line = endpoint.line
+    if line.waiting and rng.random() < 0.5:
+        turn = rng.choice(list(line.waiting))
+        town.turns.withdraw(turn, town.now)
+        del endpoint.asked_at[turn]
+        endpoint.idle.append(turn)
+        endpoint.owed += 1
+    elif endpoint.rate_per_s is None:  # What is kept of a rate is checked over the whole run.
+        limits = (rng.choice((None, len(endpoint.open) + 1)), None)
+        town.begin(town.turns.change(line, rng.choice((None, line.tenant.name)), *limits, town.now))
+    town.at(town.now + rng.random(), lambda: meddle(town, rng))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from((1, 2, 3, 5, PLACES)), st.booleans())
+def test_limits_hold_room_is_used_and_everybody_is_served(
+    seed: int, places: int, meddled: bool
+) -> None:
+    rng = Random(seed)
+    town = some_town(rng, places)
+    if meddled:
+        town.tenant_in_flight_max = None  # Who moves in brings along what is open.
+        town.at(0.5, lambda: meddle(town, rng))
+    town.on_step.append(checked)
+    town.on_step.append(nothing_is_left_lying)
+    town.run(8.0)
+    for endpoint in town.endpoints.values():
+        if endpoint.rate_per_s is not None:
+            rates_are_kept(endpoint.begun_at, endpoint.rate_per_s)
+    if town.tenant_rate_per_s is not None and not meddled:
+        for name in ("a", "b", "c"):
+            its = [e for e in town.endpoints.values() if e.line.tenant.name == name]
+            begun = sorted(at for e in its for at in e.begun_at)
+            rates_are_kept(begun, town.tenant_rate_per_s)
+    # Nothing more comes: all that waits is served, and nothing is left of it.
+    town.calm = True
+    town.run(4000.0)
+    assert all(not e.asked_at and not e.open for e in town.endpoints.values())
+    turns = town.turns
+    assert (turns.quick, turns.new, turns.slow, turns.waiting) == (0, 0, 0, 0)
+    for endpoint in town.endpoints.values():
+        tenant = endpoint.line.tenant
+        assert (tenant.quick, tenant.new, tenant.slow, tenant.waiting) == (0, 0, 0, 0)
+    assert not any(turns._rings)
+
+
+def test_tenants_share_alike_whatever_they_have() -> None:
+    town = Town(Turns(PLACES))
+    many = [Endpoint(town, lambda _, __: 0.1, lanes=40, tenant="many") for _ in range(50)]
+    one = Endpoint(town, lambda _, __: 0.1, lanes=40, tenant="one")
+    unowned = [Endpoint(town, lambda _, __: 0.1, lanes=40) for _ in range(20)]
+    town.run(20.0)
+    shares = [sum(len(e.begun_at) for e in each) for each in (many, [one], unowned)]
+    assert max(shares) < 1.1 * min(shares)
+
+
+def test_endpoints_of_a_tenant_share_alike_whatever_they_take() -> None:
+    town = Town(Turns(PLACES))
+    quick, slower = (
+        Endpoint(town, lambda _, __, s=takes_s: s, lanes=40, tenant="t") for takes_s in (0.1, 0.4)
+    )
+    busy: list[tuple[int, int]] = []
+    town.on_step.append(lambda _: busy.append((len(quick.open), len(slower.open))))
+    town.run(20.0)
+    # Each had a turn in which it was last, so they may differ by one, and by one that ended.
+    assert max(abs(a - b) for a, b in busy[200:]) <= 2
+
+
+def test_lanes_of_an_endpoint_have_their_turns_in_the_order_in_which_they_asked() -> None:
+    town = Town(Turns(PLACES))
+    endpoint = Endpoint(town, lambda _, __: 0.1, lanes=100, rate_per_s=10.0)
+    town.run(30.0)
+    waited = endpoint.waits_s[100:]
+    assert max(waited) - min(waited) <= 0.21
+
+
+def test_who_waits_for_its_rate_is_in_nobodys_way() -> None:
+    town = Town(Turns(1))
+    Endpoint(town, lambda _, __: 0.01, lanes=100, rate_per_s=0.5)
+    other = Endpoint(town, lambda _, __: 0.01, every_s=0.1)
+    town.run(20.0)
+    assert max(other.waits_s) <= 0.011
+
+
+@pytest.mark.parametrize("per_s", [0.5, 1.0, 7.0, 1000.0])
+def test_a_rate_is_kept_and_used(per_s: float) -> None:
+    town = Town(Turns(PLACES))
+    endpoint = Endpoint(town, lambda _, __: 0.001, lanes=50, rate_per_s=per_s)
+    town.run(20.0)
+    rates_are_kept(endpoint.begun_at[:200], per_s)
+    assert len(endpoint.begun_at) == pytest.approx(20 * per_s, rel=0.05, abs=1.1)
+
+
+def test_a_rate_that_is_raised_counts_at_once() -> None:
+    rate = Rate(0.001)
+    rate.take(100.0)
+    assert not rate.ready(200.0)
+    rate.change(1000.0, 200.0)
+    assert rate.ready(200.0)
+
+
+def test_a_limit_that_is_lifted_lets_those_begin_that_waited() -> None:
+    turns = Turns(PLACES)
+    line = turns.join(None, 1, None)
+    first, second, third = (Turn(line) for _ in range(3))
+    assert turns.ask(first, 0.0)
+    assert not turns.ask(second, 0.0)
+    assert not turns.ask(third, 0.0)
+    assert turns.why(line, 0.0) is Why.IN_FLIGHT
+    assert turns.change(line, None, 2, None, 0.0) == [second]
+    assert turns.change(line, None, None, None, 0.0) == [third]
+    assert turns.why(line, 0.0) is None
+
+
+def test_a_request_that_is_open_for_long_makes_room_in_the_quick_part() -> None:
+    turns = Turns(4)
+    line = turns.join("t", None, None)
+    other = turns.join(None, None, None)
+    first, second, third = Turn(line), Turn(line), Turn(other)
+    assert turns.ask(first, 0.0)
+    assert not turns.ask(second, 0.0), "one has half of what is there"
+    assert not turns.ask(third, 0.0)
+    assert turns.wake_at() == SLOW_S
+    assert turns.wake(SLOW_S) == [third]
+    assert (turns.quick, turns.slow) == (1, 1)
+    assert turns.why(line, SLOW_S) is Why.SLOW
+    # It is slow for some time after that.
+    assert turns.end(first, 1.5) == [second]
+    assert turns.slow == 1
+    assert turns.end(second, 1.6, answered=False) == []
+    assert turns._part(line, 1.6 + SLOW_MIN_S - 1) is Part.SLOW
+    assert turns._part(line, 100.0) is Part.NEW
+
+
+def test_an_endpoint_that_is_probed_takes_the_turns_of_slow_ones() -> None:
+    turns = Turns(8)
+    line = turns.join(None, None, None)
+    turn = Turn(line)
+    assert turns.ask(turn, 0.0, probed=True)
+    assert (turns.quick, turns.slow) == (0, 1)
+    turns.end(turn, 0.1)
+    assert turns.ask(turn, 0.2)
+    assert (turns.quick, turns.slow) == (1, 0)
+
+
+def test_what_was_abandoned_says_nothing_about_its_endpoint() -> None:
+    turns = Turns(8)
+    line = turns.join(None, None, None)
+    turn = Turn(line)
+    assert turns.ask(turn, 0.0)
+    turns.end(turn, 0.1, answered=False)
+    assert turns._part(line, 0.2) is Part.NEW
+
+
+def test_no_step_costs_more_with_more_endpoints() -> None:
+    """Counted, not timed: how many amounts are told apart depends on the places alone."""
+    turns = Turns(PLACES)
+    lines = [turns.join(f"t{n}", None, None) for n in range(5000)]
+    for line in lines:
+        turns.ask(Turn(line), 0.0)
+        turns.ask(Turn(line), 0.0)
+    assert all(len(ring._levels) <= 2 for ring in turns._rings)
+    assert turns.waiting == 2 * len(lines) - turns.quick

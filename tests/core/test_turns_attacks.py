@@ -1,0 +1,165 @@
+"""Who tries to take the relay from the others, and what a quiet endpoint notices of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from outbox.core.turns import Turns
+from tests.core.turns_model import Endpoint, Town
+
+PLACES = 64
+QUICK_S, SLOW_S = 0.02, 15.0
+WARM_UP_S = 2.0
+
+Attack = Callable[[Town], object]
+
+
+RNG = random.Random(1)
+
+
+def quick(_: int, __: float) -> float:
+    return QUICK_S * (0.5 + RNG.random())
+
+
+def slow(_: int, __: float) -> float:
+    return SLOW_S
+
+
+def by_turns(n: int, now: float) -> float:
+    """Ten quick answers, then a slow one."""
+    return SLOW_S if n % 11 == 0 else quick(n, now)
+
+
+def all_at_once(n: int, now: float) -> float:
+    """Quick, and then all slow together."""
+    return quick(n, now) if now < 5.0 else SLOW_S
+
+
+def just_quick(_: int, __: float) -> float:
+    """Never slow enough to be called slow."""
+    return 0.9 + 0.09 * RNG.random()
+
+
+def three_hundred_slow_ones(town: Town) -> None:
+    for _ in range(300):
+        Endpoint(town, slow, begins_at=WARM_UP_S)
+
+
+def one_with_a_thousand_lanes(town: Town) -> None:
+    Endpoint(town, slow, lanes=1024, begins_at=WARM_UP_S)
+
+
+def one_with_a_thousand_lanes_quick_and_slow_by_turns(town: Town) -> None:
+    Endpoint(town, by_turns, lanes=1024, begins_at=WARM_UP_S)
+
+
+def a_thousand_of_one_tenant_quick_and_slow_by_turns(town: Town) -> None:
+    for n in range(1000):
+        begins_at = WARM_UP_S + n / 1000
+        Endpoint(town, by_turns, every_s=0.5, tenant="flood", begins_at=begins_at)
+
+
+def two_hundred_that_have_always_something_to_send(town: Town) -> None:
+    """Each gets eight turns in a second, and a quiet one wants five."""
+    for _ in range(200):
+        Endpoint(town, quick, begins_at=WARM_UP_S)
+
+
+def a_thousand_of_one_tenant(town: Town) -> None:
+    for _ in range(1000):
+        Endpoint(town, slow, lanes=4, tenant="flood", begins_at=WARM_UP_S)
+
+
+def a_thousand_of_one_tenant_that_become_slow_together(town: Town) -> None:
+    for _ in range(1000):
+        Endpoint(town, all_at_once, lanes=4, tenant="flood")
+
+
+def fresh_ones_all_the_time(town: Town) -> None:
+    for n in range(3000):
+        Endpoint(town, slow, begins_at=WARM_UP_S + n / 100)
+
+
+def fresh_ones_of_one_tenant_all_the_time(town: Town) -> None:
+    for n in range(3000):
+        Endpoint(town, slow, tenant="flood", begins_at=WARM_UP_S + n / 100)
+
+
+def floods_that_are_quick(town: Town) -> None:
+    for tenant in ("a", "b", "c"):
+        Endpoint(town, quick, lanes=1024, tenant=tenant, begins_at=WARM_UP_S)
+
+
+def one_that_is_never_quite_slow(town: Town) -> None:
+    Endpoint(town, just_quick, lanes=1024, begins_at=WARM_UP_S)
+
+
+def half_of_all_become_slow_together(town: Town) -> None:
+    for _ in range(PLACES // 2):
+        Endpoint(town, all_at_once)
+
+
+ATTACKS = (
+    three_hundred_slow_ones,
+    one_with_a_thousand_lanes,
+    one_with_a_thousand_lanes_quick_and_slow_by_turns,
+    a_thousand_of_one_tenant_quick_and_slow_by_turns,
+    two_hundred_that_have_always_something_to_send,
+    a_thousand_of_one_tenant,
+    a_thousand_of_one_tenant_that_become_slow_together,
+    fresh_ones_all_the_time,
+    fresh_ones_of_one_tenant_all_the_time,
+    floods_that_are_quick,
+    one_that_is_never_quite_slow,
+)
+
+
+@pytest.mark.parametrize("tenant", [None, "quiet"])
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+def test_a_quiet_endpoint_notices_nothing(attack: Attack, tenant: str | None) -> None:
+    RNG.seed(1)
+    town = Town(Turns(PLACES))
+    quiet = Endpoint(town, quick, tenant=tenant, lanes=4, every_s=0.2)
+    attack(town)
+    town.run(10.0)
+    # Its own latency is QUICK_S: what it waits for is to be less than that.
+    assert quiet.wait_s(0.99) < QUICK_S / 2
+    assert len(quiet.waits_s) > 45
+    assert town.open_max <= PLACES
+
+
+def test_what_became_slow_together_is_over_in_a_second() -> None:
+    town = Town(Turns(PLACES))
+    quiet = Endpoint(town, quick, lanes=4, every_s=0.05)
+    half_of_all_become_slow_together(town)
+    town.run(60.0)
+    assert max(quiet.waits_s) <= 1.0
+    assert quiet.wait_s(0.99, since=6.1) < QUICK_S / 2
+
+
+def test_one_endpoint_alone_has_half_of_the_quick_part() -> None:
+    town = Town(Turns(PLACES))
+    Endpoint(town, quick, lanes=1024)
+    town.run(3.0)
+    assert town.turns.quick == PLACES // 4
+
+
+def test_a_slow_endpoint_goes_on_beside_a_thousand_that_hang() -> None:
+    town = Town(Turns(PLACES))
+    other = Endpoint(town, lambda _, __: 1.5, every_s=5.0)
+    for _ in range(1000):
+        Endpoint(town, slow, lanes=8, tenant="flood", begins_at=5.0)
+    town.run(120.0)
+    assert other.wait_s(0.99, since=20.0) < 1.5
+
+
+def test_a_new_endpoint_begins_beside_a_thousand_new_ones_of_a_tenant_that_hang() -> None:
+    town = Town(Turns(PLACES))
+    for _ in range(1000):
+        Endpoint(town, slow, tenant="flood")
+    new = Endpoint(town, quick, every_s=0.1, begins_at=10.0)
+    town.run(30.0)
+    assert max(new.waits_s) < QUICK_S
