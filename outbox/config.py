@@ -41,7 +41,12 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 # Where a field's variable is not its own name.
 _VARIABLES = {"schema_name": "OUTBOX_SCHEMA"}
 # Where a field's flag is not its own name.
-_FLAGS = {"schema_name": "--schema", "lease_s": "--lease", "drain_s": "--drain"}
+_FLAGS = {
+    "schema_name": "--schema",
+    "lease_s": "--lease",
+    "drain_s": "--drain",
+    "tenant_rate_per_s": "--tenant-rate",
+}
 # What libpq would connect with although nobody named a database to us.
 _LIBPQ = ("PGHOST", "PGHOSTADDR", "PGDATABASE", "PGSERVICE")
 
@@ -103,7 +108,25 @@ class Settings(BaseModel):
     )
     notify: bool = Field(default=True, description="LISTEN for producers; false: polling alone.")
     in_flight_max: int = Field(
-        default=256, ge=1, le=10_000, description="Requests open at once, over all endpoints."
+        default=1024,
+        ge=1,
+        le=10_000,
+        description="Requests open at once, over all endpoints: half of them quick ones, and some "
+        "kept free for whoever comes next.",
+    )
+    tenant_in_flight_max: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="Of these, open at once to the endpoints of one tenant, by each replica; "
+        "empty: no limit.",
+    )
+    tenant_rate_per_s: float | None = Field(
+        default=None,
+        ge=0.001,
+        le=100_000,
+        description="Requests begun in a second to the endpoints of one tenant, by each replica; "
+        "empty: no limit.",
     )
     batch_events_max: int = Field(
         default=2_000, ge=1, le=100_000, description="Events that one batch reads."

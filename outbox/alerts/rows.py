@@ -336,8 +336,14 @@ RUNNING = Row(
         Panel(
             "Requests that are out",
             "short",
-            "At most OUTBOX_IN_FLIGHT_MAX of a replica.",
-            ((f"sum by (instance) (outbox_requests_in_flight{{{_HERE}}})", "{{instance}}"),),
+            "At most OUTBOX_IN_FLIGHT_MAX of a replica, and those that wait for their turn.",
+            (
+                (f"sum by (instance) (outbox_requests_in_flight{{{_HERE}}})", "{{instance}}"),
+                (
+                    f"sum by (reason) (outbox_requests_waiting{{{_HERE}}})",
+                    "waiting: {{reason}}",
+                ),
+            ),
             width=6,
         ),
         Panel(

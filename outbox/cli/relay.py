@@ -75,6 +75,17 @@ way: what was not acknowledged is sent again, with the same number.
     metavar="HOST:PORT",
     help="Let receivers fetch there what they are missing; see outbox endpoint fetch-token.",
 )
+@click.option(
+    "--tenant-in-flight-max",
+    metavar="N",
+    help="Requests open at once to one tenant's endpoints; default: no limit.",
+)
+@click.option(
+    "--tenant-rate",
+    "tenant_rate_per_s",
+    metavar="N",
+    help="Requests begun in a second for one tenant; default: no limit.",
+)
 @click.option("--log-format", metavar="FORMAT", help="json, console, or auto (default).")
 @click.option("--log-level", metavar="LEVEL", help="debug, info (default), warning or error.")
 def command(config: str | None, **flags: Any) -> None:

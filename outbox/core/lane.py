@@ -360,6 +360,16 @@ class Lane:
         )
         return Record(self.id, first.seq, row, progress)
 
+    def still(self, send: Send, now: float) -> bool:
+        """Whether a Send that waited for its turn is what there is to do."""
+        expires_at = send.delivery.expires_at
+        return (
+            not self._stopped
+            and not self._outdated
+            and self._cut is None
+            and (expires_at is None or expires_at.timestamp() > now)
+        )
+
     def unsent(self) -> None:
         """A Send was not carried out; it comes again when it may."""
         self._busy = None

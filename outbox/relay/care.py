@@ -109,7 +109,9 @@ class Caretaker:
             stalled = [
                 lane.machine.stalled_since
                 for lane in owned.lanes.values()
+                # Who waits for a turn, and was not refused one by its receiver, is not stalled.
                 if lane.machine.stalled_since is not None
+                and (lane.machine.failing or not lane.turn.waiting)
             ]
             owned.told = owned.told.looked(stalled)
             if stalled and now - min(stalled) >= owned.endpoint.disable_after_s:
@@ -127,7 +129,9 @@ class Caretaker:
         lanes = [
             (lane.loaded.id, lane.machine.floor_batch, lane.machine.acked_seq)
             for lane in owned.lanes.values()
-            if (since := lane.machine.stalled_since) is not None and now - since >= WARN_AFTER_S
+            if (since := lane.machine.stalled_since) is not None
+            and now - since >= WARN_AFTER_S
+            and (lane.machine.failing or not lane.turn.waiting)
         ]
         if await self._store.owes_ordinary(lanes):
             owned.told = replace(owned.told, stalled_at=now)

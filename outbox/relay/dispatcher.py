@@ -14,12 +14,13 @@ import time
 from typing import TYPE_CHECKING
 
 from outbox.core.answer import Verdict, classify, retry_after_s, summary, without
-from outbox.core.health import State
+from outbox.core.health import PROBED, State
 from outbox.core.operational import is_operational
 from outbox.core.statuses import GONE
 from outbox.core.steps import Fetch, Record, Send, Wait
 from outbox.relay.observer import Observer
 from outbox.relay.owned import OwnedEndpoint, OwnedLane, later
+from outbox.relay.queueing import Queueing
 from outbox.relay.reader import Reader
 from outbox.store.records import Fenced
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from outbox.core.answer import Answer
     from outbox.core.lane import Lane
     from outbox.core.request import Delivery
+    from outbox.core.turns import Turns, Why
     from outbox.relay.recorder import Recorder
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LaneStore, LoadedLane
@@ -42,7 +44,7 @@ class Dispatcher:
     Args:
         store: for the reader alone.
         lease_left_s: how long this replica may still send.
-        in_flight_max: requests at one time, over all lanes.
+        turns: who may send.
         on_quiet: called when a lane that was stopped has nothing in flight
             any more.
         on_health: called when an endpoint's health changed, or it wants checkpoints.
@@ -56,7 +58,7 @@ class Dispatcher:
         recorder: Recorder,
         transport: Transport,
         lease_left_s: Callable[[], float],
-        in_flight_max: int,
+        turns: Turns,
         on_quiet: Callable[[], None] = lambda: None,
         on_health: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
@@ -67,7 +69,7 @@ class Dispatcher:
         self._recorder = recorder
         self._transport = transport
         self._lease_left_s = lease_left_s
-        self._slots = asyncio.Semaphore(in_flight_max)
+        self._queueing = Queueing(turns)
         self._on_quiet = on_quiet
         self._on_health = on_health
         self._now = now
@@ -116,7 +118,10 @@ class Dispatcher:
         for endpoint_id, endpoint in endpoints.items():
             meters = self._observer.meters.taken(endpoint.name)
             epoch = epochs[endpoint_id]
-            self._owned[endpoint_id] = OwnedEndpoint(endpoint, epoch, self._now(), meters)
+            line = self._queueing.turns.join(
+                endpoint.tenant, endpoint.in_flight_max, endpoint.rate_per_s
+            )
+            self._owned[endpoint_id] = OwnedEndpoint(endpoint, epoch, self._now(), meters, line)
         self._add_lanes(loaded, sent_through_batch)
         self._note_checkpoints(endpoints.values())
 
@@ -150,6 +155,8 @@ class Dispatcher:
                 self._observer.meters.left(home.meters)
                 home.meters = self._observer.meters.taken(endpoint.name)
             home.change(endpoint, self._now())
+            self._queueing.change(home.line, endpoint)
+            self._reconsider(home)
             for lane_id in home.lanes.keys() & lifted:
                 home.lanes[lane_id].machine.unblock()
                 # Also when it owes nothing: newer generations may wait for it.
@@ -173,6 +180,7 @@ class Dispatcher:
         for home in self._owned.values():
             for lane in home.lanes.values():
                 lane.machine.reread()
+            self._reconsider(home)
             self._activate_all(home)
 
     def stop(self, endpoint_ids: Iterable[UUID]) -> None:
@@ -182,6 +190,7 @@ class Dispatcher:
             home.clear_timers()
             for lane in home.lanes.values():
                 lane.machine.stop()
+            self._reconsider(home)
 
     def quiet_ones(self, endpoint_ids: Iterable[UUID]) -> list[Endpoint]:
         """Those of stopped endpoints of which nothing is in flight any more."""
@@ -204,6 +213,7 @@ class Dispatcher:
         for endpoint_id in endpoint_ids:
             home = self._owned.pop(endpoint_id)
             self._observer.meters.left(home.meters)
+            self._queueing.turns.leave(home.line)
             for lane in home.lanes.values():
                 del self._lanes[lane.loaded.id]
                 dropped.append(lane.machine)
@@ -214,6 +224,7 @@ class Dispatcher:
         for lane_id, seq in through.items():
             lane = owned.lanes[lane_id]
             lane.machine.cut(seq, "backlog")
+            self._queueing.dismiss([lane.turn])
             self._activate(lane)
 
     def wants(self, lane_ids: Iterable[int]) -> dict[int, LoadedLane]:
@@ -266,6 +277,7 @@ class Dispatcher:
                 finally:
                     self._tasks = None
         finally:
+            self._queueing.close()
             for home in self._owned.values():
                 home.clear_timers()
 
@@ -343,13 +355,21 @@ class Dispatcher:
         home, machine = lane.home, lane.machine
         if (more := machine.fetch()) is not None:
             self._reader.want(lane, more)
-        state = home.health.state
-        async with self._slots:
+        state, queueing = home.health.state, self._queueing
+        begun = queueing.begin(lane.turn, probed=state in PROBED) or await queueing.wait(lane.turn)
+        answered = False
+        try:
             if self._lease_left_s() <= 0:
                 raise Fenced
             started_at = self._now()
-            if home.stopped or home.health.state is not state or home.health.silent(started_at):
-                # It waited for its place, and would not be sent by now.
+            if (
+                not begun
+                or home.stopped
+                or home.health.state is not state
+                or home.health.silent(started_at)
+                or not machine.still(send, started_at)
+            ):
+                # It waited for its turn, and would not be sent by now.
                 home.health.unsent(lane.loaded.id)
                 machine.unsent()
                 return
@@ -361,6 +381,10 @@ class Dispatcher:
             except BaseException:
                 self._observer.abandoned(span, self._now())
                 raise
+            answered = True
+        finally:
+            if begun:
+                queueing.end(lane.turn, answered=answered)
         if home.endpoint.headers:
             answer = without(answer, home.endpoint.credentials)
         now = self._now()
@@ -385,6 +409,15 @@ class Dispatcher:
             self._observer.failed(lane, send, verdict, answer, record, now)
         else:
             self._observer.given_up(lane, record, now)
+
+    def _reconsider(self, home: OwnedEndpoint) -> None:
+        """Whoever waits for a turn may not want it any more, or in another way."""
+        if home.line.waiting:
+            self._queueing.dismiss(list(home.line.waiting))
+
+    def why_waiting(self, home: OwnedEndpoint) -> Why | None:
+        """What lanes of an endpoint wait for that could be sent to; None: nothing."""
+        return self._queueing.why(home.line)
 
     def _judge(self, home: OwnedEndpoint, send: Send, answer: Answer, now: float) -> Verdict:
         """What the answer means, for the delivery and for the endpoint."""
@@ -415,6 +448,7 @@ class Dispatcher:
             self._observer.health(home, now)
             home.told = home.told.changed(health.state)
             self._note_health(home)
+            self._reconsider(home)
             # Whoever sleeps until a time of its own may have a turn sooner.
             self._activate_all(home)
             self._attend(home)

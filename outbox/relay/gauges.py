@@ -8,9 +8,12 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from outbox.core.health import State
+from outbox.core.turns import Why
 from outbox.telemetry import catalogue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from outbox.core.lane import Lane
     from outbox.relay.owned import OwnedEndpoint
     from outbox.store.survey import Survey
@@ -26,12 +29,16 @@ TROUBLE = (State.FAILING, State.REFUSING, State.RECOVERING)
 
 
 async def of_endpoints(
-    owned: list[OwnedEndpoint], meters: Meters, now: float
+    owned: list[OwnedEndpoint],
+    meters: Meters,
+    now: float,
+    why_waiting: Callable[[OwnedEndpoint], Why | None],
 ) -> dict[Metric, Series]:
     """How the endpoints of this replica and their lanes are.
 
     Args:
         now: epoch seconds.
+        why_waiting: what lanes of an endpoint wait for that could be sent to.
     """
     backlog: Counter[str] = Counter()
     depth: dict[str, int] = defaultdict(int)
@@ -39,6 +46,7 @@ async def of_endpoints(
     lanes: Counter[str] = Counter(dict.fromkeys(LANE_STATES, 0))
     states: Counter[str] = Counter(dict.fromkeys(State, 0))
     troubled: list[tuple[float, str, str]] = []
+    waiting: Counter[str] = Counter(dict.fromkeys(Why, 0))
     in_flight = 0
     looked_at = 0
     for home in owned:
@@ -53,6 +61,8 @@ async def of_endpoints(
         since = home.health.troubled_since
         if state in TROUBLE and since is not None:
             troubled.append((now - since, name, state))
+        if (why := why_waiting(home)) is not None:
+            waiting[why] += len(home.line.waiting)
         # Also of one that owes nothing: a series that is not there cannot be told from a lost one.
         backlog[label] += 0
         for each in home.lanes.values():
@@ -74,7 +84,8 @@ async def of_endpoints(
         catalogue.ENDPOINT_TROUBLE: {
             (name, str(state)): max(age_s, 0.0) for age_s, name, state in longest
         },
-        catalogue.IN_FLIGHT: {(): in_flight},
+        catalogue.IN_FLIGHT: {(): in_flight - waiting.total()},
+        catalogue.WAITING: {(str(k),): v for k, v in waiting.items()},
     }
 
 

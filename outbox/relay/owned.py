@@ -10,6 +10,7 @@ from outbox.core.health import Health
 from outbox.core.lane import Lane
 from outbox.core.request import prepare
 from outbox.core.steps import Gate
+from outbox.core.turns import Turn
 from outbox.transport.addressing import addressed
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from outbox.core.request import Prepared
     from outbox.core.steps import Send
+    from outbox.core.turns import Line
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LoadedLane
     from outbox.telemetry.meters import EndpointMeters
@@ -33,7 +35,7 @@ def later(delay_s: float, call: Callable[[T], object], what: T) -> asyncio.Timer
 class OwnedLane:
     """A lane: its state, and the task that works for it."""
 
-    __slots__ = ("home", "loaded", "machine", "prepared", "task", "timer")
+    __slots__ = ("home", "loaded", "machine", "prepared", "task", "timer", "turn")
 
     def __init__(self, home: OwnedEndpoint, loaded: LoadedLane, sent_through_batch: int) -> None:
         self.home = home
@@ -48,6 +50,7 @@ class OwnedLane:
             blocked=loaded.blocked,
             ended=loaded.ended,
         )
+        self.turn = Turn(home.line)
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         # Body and headers of the head, kept over its attempts.
@@ -94,6 +97,7 @@ class OwnedEndpoint:
         "generations",
         "health",
         "lanes",
+        "line",
         "meters",
         "stopped",
         "timer",
@@ -101,8 +105,12 @@ class OwnedEndpoint:
         "written",
     )
 
-    def __init__(self, endpoint: Endpoint, epoch: int, now: float, meters: EndpointMeters) -> None:
+    def __init__(
+        self, endpoint: Endpoint, epoch: int, now: float, meters: EndpointMeters, line: Line
+    ) -> None:
         self.endpoint = endpoint
+        # Its lanes wait for their turns here.
+        self.line = line
         self.meters = meters
         self.epoch = epoch
         self.health = Health(endpoint.health)

@@ -17,6 +17,7 @@ import structlog
 from outbox.core.clock import DatabaseClock
 from outbox.core.news import LATER
 from outbox.core.ownership import Lease
+from outbox.core.turns import Turns
 from outbox.relay.bell import Bell
 from outbox.relay.care import Caretaker
 from outbox.relay.checkpoints import Checkpoints
@@ -176,7 +177,11 @@ class Session:
             recorder,
             self._transport,
             lease_left_s,
-            settings.in_flight_max,
+            Turns(
+                settings.in_flight_max,
+                settings.tenant_in_flight_max,
+                settings.tenant_rate_per_s,
+            ),
             on_quiet=lambda: ownership.look(),
             on_health=health.ring,
             now=now,

@@ -67,5 +67,8 @@ class Working:
 
     async def gauges(self, meters: Meters) -> dict[Metric, Series]:
         """What is not counted but looked at."""
-        found = await gauges.of_endpoints(self.dispatcher.owned(), meters, self.now())
+        dispatcher = self.dispatcher
+        found = await gauges.of_endpoints(
+            dispatcher.owned(), meters, self.now(), dispatcher.why_waiting
+        )
         return {**found, **gauges.of_leader(self.sequencer.lag_s, self.care.survey)}

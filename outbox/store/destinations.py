@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TIMEOUT_S_MAX = 3600.0
 
 READ_ENDPOINTS = """
-SELECT e.id, e.name, e.state, e.url, e.method, e.headers::text AS headers,
+SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS headers,
        e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.allow_networks,
        e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter, e.backlog_count_max,
        e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s, e.generation, e.resumes,
@@ -56,6 +56,7 @@ class Endpoint:
 
     id: UUID
     name: str
+    tenant: str | None
     state: str
     """The operator's word: `active`, `paused`, `disabling`, `removing`, …"""
     url: str
@@ -171,6 +172,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     return Endpoint(
         id=endpoint_id,
         name=row["name"],
+        tenant=row["tenant"],
         state=row["state"],
         url=row["url"],
         method=row["method"],

@@ -185,6 +185,15 @@ IN_FLIGHT = Metric(
     "{request}",
     "Requests that are out.",
 )
+WAITING = Metric(
+    "outbox.requests.waiting",
+    Kind.GAUGE,
+    "{request}",
+    "Requests that wait for their turn. reason: a limit of the endpoint (endpoint_in_flight, "
+    "endpoint_rate) or of its tenant (tenant_in_flight, tenant_rate), or room among the requests "
+    "of quick endpoints (quick), of new ones (new), or of slow ones (slow).",
+    ("reason",),
+)
 LEADS = Metric(
     "outbox.replica.leads",
     Kind.GAUGE,
@@ -243,6 +252,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ENDPOINT_TROUBLE,
     DEAD_LETTERS,
     IN_FLIGHT,
+    WAITING,
     EVENTS,
     LEADS,
     RELAY_LAG,

@@ -12,6 +12,7 @@ import pytest
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.lane import Lane
 from outbox.core.steps import AttemptRow, Progress, Record
+from outbox.core.turns import Turns
 from outbox.relay.dispatcher import Dispatcher
 from outbox.relay.recorder import Recorder
 from outbox.store import endpoint_changes, endpoint_removal, replays
@@ -473,7 +474,7 @@ async def test_news_for_a_dispatcher_that_is_ending_is_no_error(database: Databa
     network = Network(hang)
     store = LaneStore(await database.connect(**SESSION))
     recorder = Recorder(RecordStore(await database.connect(**SESSION), me), 0.0, lambda: 60.0, list)
-    dispatcher = Dispatcher(store, recorder, network, lambda: lease_left_s, 10)
+    dispatcher = Dispatcher(store, recorder, network, lambda: lease_left_s, Turns(10))
     lanes = await store.lanes([endpoint.id])
     known = {e.id: e for e in await store.endpoints([endpoint.id])}
     running_task = asyncio.create_task(dispatcher.run())

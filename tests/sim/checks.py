@@ -14,6 +14,7 @@ import orjson
 
 from tests.sim import moments
 from tests.sim.books import Attempt, LaneBook, Violation
+from tests.sim.limits import Limits
 from tests.sim.operational import RESERVED, Operational
 from tests.sim.replayed import Replayed
 from tests.sim.timetable import Timetable
@@ -108,6 +109,7 @@ class Checker:
         self.pauses: dict[UUID, float] = {}
         self.timetable = Timetable(self, late_s)
         self.replayed = Replayed(database, lambda event_id: batch_of(self, event_id))
+        self.limits = Limits(database)
         self.operational = Operational(database, lambda: world.now)
         database.on_commit.append(self._committed)
 
@@ -308,8 +310,13 @@ class Checker:
         )
         self.moments.come(moments.REQUEST, process.name)
         self._check_begin(book, attempt)
+        self._check_limits(attempt)
         book.open[attempt] = None
         return attempt
+
+    @reports
+    def _check_limits(self, attempt: Attempt) -> None:
+        self.limits.begins(attempt)
 
     @reports
     def _check_begin(self, book: LaneBook, attempt: Attempt) -> None:
@@ -345,15 +352,18 @@ class Checker:
     def ends(self, attempt: Attempt) -> None:
         """A request is over, answered or closed."""
         self.lanes[attempt.lane].open.pop(attempt, None)
+        self.limits.ends(attempt)
 
     def died(self, process: Process) -> None:
         """Its requests are closed by the system."""
+        self.limits.died(process)
         for book in self.lanes.values():
             book.open = {a: None for a in book.open if a.process is not process}
 
     @reports
     def thawed(self, process: Process) -> None:
         """A moment ago; what it may not have open any more, it has closed by now."""
+        self.limits.thawed(process)
         for book in self.lanes.values():
             owner = self.database.ownership.rows[book.endpoint_id]["replica_id"]
             if owner is not None and self._owner_of[owner] == process.name:

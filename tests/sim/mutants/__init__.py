@@ -3,6 +3,7 @@
 from tests.sim.mutants import (
     cursor,
     lanes,
+    limits,
     operational,
     ownership,
     records,
@@ -16,6 +17,7 @@ __all__ = [
     "MUTANTS",
     "cursor",
     "lanes",
+    "limits",
     "operational",
     "ownership",
     "records",

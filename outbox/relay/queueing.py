@@ -1,0 +1,101 @@
+"""Waiting for a turn: `outbox.core.turns` on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from outbox.core.turns import Line, Turn, Turns, Why
+    from outbox.store.destinations import Endpoint
+
+
+class Queueing:
+    """Those who wait for their turns, and the timer for what comes with the time."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self._loop = asyncio.get_running_loop
+        self._waiting: dict[Turn, asyncio.Future[bool]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, turn: Turn, *, probed: bool) -> bool:
+        """Begin a request if it may be; otherwise it is to `wait`."""
+        return self.turns.ask(turn, self._loop().time(), probed=probed)
+
+    async def wait(self, turn: Turn) -> bool:
+        """Wait for the turn; False: it was `dismissed`, and nothing has begun."""
+        loop = self._loop()
+        future = self._waiting[turn] = loop.create_future()
+        self._set_timer()
+        try:
+            begun: bool = await future
+        except BaseException:
+            if turn.waiting:
+                del self._waiting[turn]
+                self.turns.withdraw(turn, loop.time())
+            elif turn.open:
+                # It came in the very moment in which nobody wanted it any more.
+                self.end(turn, answered=False)
+            raise
+        return begun
+
+    def end(self, turn: Turn, *, answered: bool) -> None:
+        """A request has ended; others may begin.
+
+        Args:
+            answered: what it took says something about its endpoint.
+        """
+        self.tell(self.turns.end(turn, self._loop().time(), answered=answered))
+
+    def change(self, line: Line, endpoint: Endpoint) -> None:
+        """An endpoint's settings are these from now on."""
+        now = self._loop().time()
+        limits = (endpoint.in_flight_max, endpoint.rate_per_s)
+        self.tell(self.turns.change(line, endpoint.tenant, *limits, now))
+
+    def why(self, line: Line) -> Why | None:
+        """What the lanes of an endpoint wait for; None: they do not."""
+        return self.turns.why(line, self._loop().time())
+
+    def dismiss(self, turns: Iterable[Turn]) -> None:
+        """Whoever waits for one of these is to ask again whether it wants it at all."""
+        for turn in turns:
+            if turn.waiting:
+                self.turns.withdraw(turn, self._loop().time())
+                self._resolve(turn, begun=False)
+
+    def tell(self, begun: Iterable[Turn]) -> None:
+        """Turns have come."""
+        for turn in begun:
+            self._resolve(turn, begun=True)
+        if self._waiting:
+            self._set_timer()
+
+    def _resolve(self, turn: Turn, *, begun: bool) -> None:
+        future = self._waiting.pop(turn)
+        # Whoever is being cancelled gives back what it was given.
+        if not future.done():
+            future.set_result(begun)
+
+    def _set_timer(self) -> None:
+        """One that fires too soon is no harm."""
+        at = self.turns.wake_at()
+        if at is None or (self._timer is not None and self._timer.when() <= at):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop().call_at(at, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self.tell(self.turns.wake(self._loop().time()))
+        self._set_timer()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,156 @@
+"""Limits of endpoints and tenants, and what others notice of those that are slow."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.store import endpoint_changes
+from tests.support.relay import (
+    OK,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+pytestmark = [pytest.mark.one_major, pytest.mark.costly]
+
+
+class Open:
+    """Receivers that answer when they are told to, and count what is open."""
+
+    def __init__(self) -> None:
+        self.now: dict[str, int] = {}
+        self.most: dict[str, int] = {}
+        self.may_answer = asyncio.Event()
+
+    async def __call__(self, sent: Sent) -> Any:
+        name = sent.url.rpartition("/")[2]
+        self.now[name] = self.now.get(name, 0) + 1
+        self.most[name] = max(self.most.get(name, 0), self.now[name])
+        await self.may_answer.wait()
+        self.now[name] -= 1
+        return OK
+
+
+async def change(database: Database, name: str, **changes: Any) -> None:
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        await endpoint_changes.update(
+            connection, "relay", name, lambda was: replace(was, **changes), actor="test"
+        )
+
+
+async def test_an_endpoint_has_as_many_requests_open_as_it_may(database: Database) -> None:
+    await add_endpoint(database, lanes=16, in_flight_max=3)
+    receiver = Open()
+    network = Network(receiver)
+    async with running(database, network):
+        await publish(database, *range(40))
+        await until(lambda: receiver.now.get("shop") == 3, 10, "three requests")
+        await change(database, "shop", in_flight_max=5)
+        await until(lambda: receiver.now["shop"] == 5, 10, "five requests")
+        receiver.may_answer.set()
+        await all_ended(database)
+    assert receiver.most == {"shop": 5}
+    assert sorted(network.data()) == list(range(40))
+    assert await exceptions(database) == {}
+
+
+async def test_a_rate_holds_up_its_endpoint_alone_and_ends_when_it_is_lifted(
+    database: Database,
+) -> None:
+    await add_endpoint(database, "slowly", rate_per_s=0.02, types=["slowly"])
+    await add_endpoint(database, types=["a.b"])
+    network = Network()
+    async with running(database, network, in_flight_max=1):
+        await publish(database, *range(8), type="slowly")
+        await until(lambda: len(network.sent) == 1, 10, "the first of them")
+        await publish(database, *"abcdefgh")
+        await until(lambda: len(network.sent) == 9, 10, "those of the other one")
+        assert [sent.body["type"] for sent in network.sent] == ["slowly"] + 8 * ["a.b"]
+        await change(database, "slowly", rate_per_s=None)
+        await all_ended(database)
+    assert [what for what in network.data() if isinstance(what, int)] == list(range(8))
+    assert await exceptions(database) == {}
+
+
+async def test_a_relay_that_is_told_to_stop_does_not_wait_for_turns(database: Database) -> None:
+    await add_endpoint(database, lanes=4, rate_per_s=0.001)
+    network = Network()
+    clock = asyncio.get_running_loop().time
+    async with running(database, network, drain_s=30.0) as relay:
+        await publish(database, *range(20))
+        await until(lambda: network.sent, 10, "the first request")
+        relay.stop()
+        stopped_at = clock()
+    assert clock() - stopped_at < 10.0
+    assert len(network.sent) == 1
+
+
+async def test_tenants_have_their_limits_and_others_none(database: Database) -> None:
+    for name, tenant in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("free", None)):
+        await add_endpoint(database, name, lanes=4, tenant=tenant)
+    receiver = Open()
+    network = Network(receiver)
+    async with running(database, network, tenant_in_flight_max=2):
+        for tenant in ("a", "b", None):
+            await publish(database, *range(20), tenant=tenant)
+        await until(lambda: sum(receiver.now.values()) == 2 + 2 + 4, 10, "what may be open")
+        receiver.may_answer.set()
+        await all_ended(database)
+    assert receiver.most["b1"] == 2
+    assert receiver.most["free"] == 4
+    assert await exceptions(database) == {}
+
+
+async def test_what_expires_while_it_waits_for_its_turn_is_not_sent(database: Database) -> None:
+    await add_endpoint(database, rate_per_s=0.5)
+    network = Network()
+    async with running(database, network):
+        await publish(database, "first")
+        await all_ended(database)
+        async with database.at_hand() as connection:
+            await connection.execute(
+                """INSERT INTO outbox (type, payload, expires_at)
+                   VALUES ('a.b', '"late"', clock_timestamp() + interval '200 ms')"""
+            )
+        await all_ended(database)
+    assert network.data() == ["first"]
+    async with database.at_hand() as connection:
+        assert await connection.fetchval("SELECT reason FROM dead_letter") == "expired"
+
+
+async def test_endpoints_that_hang_are_not_noticed_by_the_others(database: Database) -> None:
+    for n in range(12):
+        await add_endpoint(database, f"hang{n}", types=["hang"], lanes=4)
+    await add_endpoint(database, types=["a.b"])
+    hanging = asyncio.Event()
+
+    async def answer(sent: Sent) -> Any:
+        if sent.body["type"] == "hang":
+            await hanging.wait()
+        return OK
+
+    network = Network(answer)
+    async with running(database, network, in_flight_max=16):
+        await publish(database, "first")
+        await all_ended(database)
+        await publish(database, *range(40), type="hang")
+        await until(lambda: len(network.sent) > 2, 10, "those that hang")
+        for n in range(20):
+            await publish(database, n)
+            await until(lambda n=n: len(network.accepted) == n + 2, 1.5, "what is quick")
+        hanging.set()
+        await all_ended(database)
+    assert await exceptions(database) == {}
