@@ -4,7 +4,7 @@ getaddrinfo of the C library blocks, so asyncio asks it in a few threads that
 all look-ups share: half a dozen names whose servers never answer would hold up
 every other name.  c-ares asks over sockets, so a look-up that hangs costs
 nothing but its own time.  It reads /etc/hosts, resolv.conf and the search
-domains as the C library does, and follows their changes.
+domains as the C library does; a changed resolv.conf is read again.
 
 A look-up is shared by all who ask for the name meanwhile, ends with the time
 of whoever waits for it, and goes on without them: what comes late is an answer
@@ -25,7 +25,7 @@ import structlog
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import aiodns
+    from outbox.transport.ares import Ares
 
 log = structlog.get_logger("outbox.transport")
 
@@ -36,11 +36,6 @@ LOOKUPS_MAX = 4096
 """Look-ups under way; names that never led anywhere get three quarters of them."""
 ADDRESSES_MAX = 64
 """Of one answer, so many addresses are looked at."""
-QUERY_S = 2.0
-QUERY_TRIES = 2
-_NO_SORT = 1 << 7
-"""ARES_AI_NOSORT, which pycares does not name: sorting opens a socket for every address of
-an answer, and whoever makes the answer says how many they are."""
 THREADS = 32
 """Where c-ares cannot start, so many names are looked up at once."""
 
@@ -70,13 +65,14 @@ class Names:
 
     Args:
         cache_s: an answer is good for so long.
-        options: for c-ares, in place of what the system's files say.
+        options: for c-ares, in place of what the system's files say.  Numbers and servers
+            alone: pycares lets go of texts before c-ares has read them.
     """
 
     def __init__(self, *, cache_s: float = CACHE_S, **options: Any) -> None:
         self._cache_s = cache_s
         self._options = options
-        self._asking: _Ares | _Threads | None = None
+        self._asking: Ares | _Threads | None = None
         # Names that led somewhere the last time, what asked for longest first:
         # until when that holds, and the addresses.
         self._known: OrderedDict[str, tuple[float, list[str]]] = OrderedDict()
@@ -99,13 +95,16 @@ class Names:
     async def aclose(self) -> None:
         """See `Resolver.aclose`."""
         if self._asking is not None:
-            await self._asking.aclose()
+            self._asking.close()
 
     def _start(self, host: str) -> asyncio.Future[list[str]]:
         most = LOOKUPS_MAX if host in self._known else LOOKUPS_MAX * 3 // 4
         if len(self._pending) >= most:
             raise Unresolved("too many names are being looked up")
         loop = asyncio.get_running_loop()
+        if self._asking is not None and self._asking.outdated:
+            self._asking.retire()
+            self._asking = None
         if self._asking is None:
             self._asking = _asking(loop, self._options)
         found = self._asking.ask(host)
@@ -115,12 +114,11 @@ class Names:
         return told
 
     def _ended(
-        self, host: str, told: asyncio.Future[list[str]], found: asyncio.Future[Any]
+        self, host: str, told: asyncio.Future[list[str]], found: asyncio.Future[list[str]]
     ) -> None:
         del self._pending[host]
-        assert self._asking is not None
         try:
-            addresses = self._asking.addresses(found.result())[:ADDRESSES_MAX]
+            addresses = found.result()[:ADDRESSES_MAX]
             if not addresses:
                 raise Unresolved("it has no address")
         except (asyncio.CancelledError, Exception) as error:
@@ -135,46 +133,36 @@ class Names:
         told.set_result(addresses)
 
 
-class _Ares:
-    def __init__(self, loop: asyncio.AbstractEventLoop, options: dict[str, Any]) -> None:
-        import aiodns
-
-        options = {"timeout": QUERY_S, "tries": QUERY_TRIES, **options}
-        self._resolver: aiodns.DNSResolver = aiodns.DNSResolver(loop=loop, **options)
-
-    def ask(self, host: str) -> asyncio.Future[Any]:
-        return self._resolver.getaddrinfo(host, type=socket.SOCK_STREAM, flags=_NO_SORT)
-
-    @staticmethod
-    def addresses(found: Any) -> list[str]:
-        return list(dict.fromkeys(node.addr[0].decode("ascii") for node in found.nodes))
-
-    async def aclose(self) -> None:
-        await self._resolver.close()
-
-
 class _Threads:
     """getaddrinfo in threads of its own, so that it holds up names alone."""
+
+    outdated = False
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="names")
 
-    def ask(self, host: str) -> asyncio.Future[Any]:
-        ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
-        return self._loop.run_in_executor(self._threads, ask)
+    def ask(self, host: str) -> asyncio.Future[list[str]]:
+        return self._loop.run_in_executor(self._threads, _addresses, host)
 
-    @staticmethod
-    def addresses(found: Any) -> list[str]:
-        return list(dict.fromkeys(str(each[4][0]) for each in found))
+    def retire(self) -> None:
+        self.close()
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _asking(loop: asyncio.AbstractEventLoop, options: dict[str, Any]) -> _Ares | _Threads:
+def _addresses(host: str) -> list[str]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def _asking(loop: asyncio.AbstractEventLoop, options: dict[str, Any]) -> Ares | _Threads:
     try:
-        return _Ares(loop, options)
+        # Imported here: it is a library in C, which there may be none of.
+        from outbox.transport.ares import Ares
+
+        return Ares(loop, options)
     except Exception as error:
         log.warning(
             "c-ares cannot start: names are looked up in threads, where slow ones hold up others",
@@ -187,6 +175,5 @@ def _asking(loop: asyncio.AbstractEventLoop, options: dict[str, Any]) -> _Ares |
 def _why(error: BaseException) -> str:
     if isinstance(error, asyncio.CancelledError):
         return "the look-up was given up"
-    # Both kinds of errors are a number and a text.
-    said = str(error.args[1] if len(error.args) > 1 else error)
+    said = str(error.args[-1] if error.args else error)
     return said[:1].lower() + said[1:]
