@@ -104,7 +104,7 @@ class HostileReceivers:
             await connection.request()
             await connection.send(OK)
             await asked.wait()
-            await connection.send(b"x")
+            await connection.send(b"HTTP/1.1 200 Forged\r\nContent-Length: 99\r\n\r\n")
             await connection.closed_by_peer()
 
         asked = asyncio.Event()
