@@ -178,6 +178,13 @@ class Settings(BaseModel):
         default=None,
         description="Where receivers fetch what they are missing, HOST:PORT. None: nowhere.",
     )
+    api_rate_max: float = Field(
+        default=100,
+        ge=1,
+        le=100_000,
+        description="Requests a second of one token, of the API's as of a receiver's; "
+        "twice as many at once.",
+    )
     log_format: Literal["auto", "json", "console"] = Field(
         default="auto", description="auto: console on a terminal, else json."
     )

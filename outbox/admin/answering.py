@@ -1,4 +1,4 @@
-"""What all listeners of ours answer alike: headers, and errors as problems."""
+"""What the listeners with tokens answer alike: errors as problems."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "Server": "outbox",
-}
-"""Of every answer.  Nothing says that scripts of other origins may read it."""
 
 
 def unexpected(log: Any, error: Exception, request: web.Request, path: str) -> Problem:
@@ -66,11 +59,3 @@ def _response(told: Problem) -> web.Response:
         headers=dict(told.headers),
         content_type=problem.MEDIA_TYPE,
     )
-
-
-async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    """Ours, where a handler has not said something else; to be called before each answer."""
-    # aiohttp has named itself by now.
-    response.headers["Server"] = HEADERS["Server"]
-    for name, value in HEADERS.items():
-        response.headers.setdefault(name, value)

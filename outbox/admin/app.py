@@ -1,6 +1,6 @@
 """The application: the one way in for every request.
 
-    host ─▶ route ─▶ token ─▶ scope ─▶ tenant ─▶ query, body ─▶ its own? ─▶ handler
+    host ─▶ route ─▶ token ─▶ rate ─▶ scope ─▶ tenant ─▶ query, body ─▶ its own? ─▶ handler
 
 Whatever goes wrong on it ends as a problem (RFC 9457), and nothing of it reaches the
 relay, beside which this runs.
@@ -18,9 +18,10 @@ import structlog
 from aiohttp import web
 
 from outbox.admin import openapi, page, problem, tenancy
-from outbox.admin.answering import add_headers, problems, unexpected
+from outbox.admin.answering import problems, unexpected
 from outbox.admin.auth import Authenticator, require
 from outbox.admin.hosts import hold_to_host
+from outbox.admin.limits import Limits
 from outbox.admin.live import LiveBook
 from outbox.admin.problem import Kind, Problem
 from outbox.admin.reading import (
@@ -61,11 +62,12 @@ def application(
     clock: Callable[[], float] = time.monotonic,
 ) -> web.Application:
     """The API for these settings, as it is served at `address`."""
-    admin = _Admin(settings, database, Authenticator(database, failures, clock), clock)
+    limits = Limits(settings.api_rate_max, clock)
+    authenticator = Authenticator(database, failures, limits, clock)
+    admin = _Admin(settings, database, authenticator, limits, clock)
     app = web.Application(
         middlewares=[problems(NO_SUCH_PATH), hold_to_host(address)], client_max_size=BODY_BYTES_MAX
     )
-    app.on_response_prepare.append(add_headers)
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
     for route in ROUTES:
@@ -84,11 +86,13 @@ class _Admin:
         settings: Settings,
         database: Database,
         authenticator: Authenticator,
+        limits: Limits,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._database = database
         self._authenticator = authenticator
+        self._limits = limits
         self._live = LiveBook(clock)
         self._trouble: str | None = None
         """Why the database could not be used when it was asked last."""
@@ -102,6 +106,7 @@ class _Admin:
                     caller = await self._authenticator.caller(
                         request.headers.get("Authorization"), request.remote
                     )
+                    self._limits.let_ask(caller.id)
                     answer = await self._answer(route, request, caller)
             except Exception as error:
                 raise self._as_problem(error, request, route) from error

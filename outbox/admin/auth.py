@@ -22,11 +22,14 @@ if TYPE_CHECKING:
 
     from outbox.admin.database import Database
     from outbox.admin.failures import FailedLogins
+    from outbox.admin.limits import Limits
     from outbox.core.token import Scope
     from outbox.store.tokens import TokenRow
 
 KNOWN_S = 2.0
 KNOWN_MAX = 1000
+UNKNOWN = "unknown"
+"""An address that nobody knows."""
 REALM = 'Bearer realm="outbox"'
 
 
@@ -35,14 +38,20 @@ class Authenticator:
 
     Args:
         failures: is told of those who have none that is good.
+        limits: how often somebody may come with such a one.
         clock: seconds that nobody sets.
     """
 
     def __init__(
-        self, database: Database, failures: FailedLogins, clock: Callable[[], float]
+        self,
+        database: Database,
+        failures: FailedLogins,
+        limits: Limits,
+        clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._failures = failures
+        self._limits = limits
         self._clock = clock
         self._known: OrderedDict[bytes, tuple[Caller, float]] = OrderedDict()
         self._turn = asyncio.Lock()
@@ -51,16 +60,17 @@ class Authenticator:
         """Who sent this header.
 
         Raises:
-            Problem: it is missing, or its token is none, expired or revoked.
+            Problem: it is missing, or its token is none, expired or revoked; or there were
+                too many such from there.
             OutboxError: the database cannot be asked.
         """
         try:
-            return await self._caller(authorization)
+            return await self._caller(authorization, remote or UNKNOWN)
         except Problem as problem:
-            self._failures.note(remote or "unknown", problem.detail)
+            self._failures.note(remote or UNKNOWN, problem.detail)
             raise
 
-    async def _caller(self, authorization: str | None) -> Caller:
+    async def _caller(self, authorization: str | None, address: str) -> Caller:
         if authorization is None:
             raise Problem(
                 Kind.UNAUTHENTICATED,
@@ -70,20 +80,25 @@ class Authenticator:
         scheme, _, secret = authorization.partition(" ")
         secret = secret.strip()
         if scheme.lower() != "bearer" or not is_token(secret):
+            self._limits.let_try(address, None)
+            self._limits.was_bad(address, None)
             raise _bad("this is not a token")
         key = digest(secret)
         if (caller := self._believed(key)) is not None:
             return caller
+        # Now, not to wait in vain; and again when it is our turn.
+        self._limits.let_try(address, key)
         async with self._turn:
             # Whoever waited before us may have asked about the same one.
             if (caller := self._believed(key)) is not None:
                 return caller
+            self._limits.let_try(address, key)
             async with self._database.login() as connection:
                 row = await tokens.find(connection, self._database.schema, secret)
-            if row is None:
-                raise _bad("the token is not known")
-            if row.state != "live":
+            if row is None or row.state != "live":
+                self._limits.was_bad(address, key)
                 raise _bad(f"the token {_ended(row)}")
+            self._limits.was_good(key)
             caller = Caller(row.id, row.name, row.scopes, row.tenant, row.expires_at)
             self._known[key] = caller, self._clock() + KNOWN_S
             while len(self._known) > KNOWN_MAX:
@@ -116,7 +131,9 @@ def require(caller: Caller, scope: Scope | None) -> None:
         )
 
 
-def _ended(row: TokenRow) -> str:
+def _ended(row: TokenRow | None) -> str:
+    if row is None:
+        return "is not known"
     return "was revoked" if row.state == "revoked" else "has expired"
 
 

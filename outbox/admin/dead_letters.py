@@ -21,6 +21,7 @@ from outbox.admin.routing import (
     paged,
 )
 from outbox.admin.shape import joined
+from outbox.admin.telling import teller
 from outbox.store import dead, discards, replays, selection
 from outbox.store.dead import Count, DeadLetter, DeadRow, State
 from outbox.store.replays import Outcome
@@ -122,7 +123,8 @@ async def _counts(call: Call[Chosen, None]) -> dict[str, Any]:
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
     dead_id = tenancy.number(call.path["id"])
-    return views.letter(await dead.get(call.db, call.schema, dead_id))
+    found = await dead.get(call.db, call.schema, dead_id)
+    return views.letter((await teller(call)).letter(found))
 
 
 async def _replay(call: Call[NoQuery, ReplayBody]) -> dict[str, Any]:

@@ -218,10 +218,8 @@ async def _add(call: Call[NoQuery, NewEndpointBody]) -> Reply:
 
 
 async def _show(call: Call[NoQuery, None]) -> dict[str, Any]:
-    told = views.detail(await endpoints.get(call.db, call.schema, call.path["name"]))
-    if call.tenant is None:
-        return told
-    return told | {"endpoint": (await teller(call)).endpoint(told["endpoint"]), "hands": ()}
+    found = await endpoints.get(call.db, call.schema, call.path["name"])
+    return views.detail((await teller(call)).detail(found))
 
 
 async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
@@ -313,10 +311,11 @@ async def _remove_certificate(call: Call[NoQuery, None]) -> Identity:
 
 async def _test(call: Call[NoQuery, None]) -> Later:
     endpoint = await destinations.find(call.db, call.schema, call.path["name"], _vault(call))
+    to = await teller(call)
 
     async def go() -> dict[str, Any]:
-        proxy = call.settings.leaves_by
-        return (await trial.attempt(_policy(call), endpoint, proxy=proxy)).as_json()
+        came = await trial.attempt(_policy(call), endpoint, proxy=call.settings.leaves_by)
+        return came.as_json(to.answer(came.summary))
 
     return Later(go)
 

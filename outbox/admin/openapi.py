@@ -39,6 +39,9 @@ cursors. The endpoints and schedules that it makes have names that begin with it
 own and a dot (`acme.shop`): names are unique in all of the system, and whether somebody
 else has one is not told.
 
+Each token has a rate, and so has each address from which tokens come that are not good:
+beyond it the answer is 429, with Retry-After.
+
 Listings are in pages: `next` of one is `after` of the following, and null at the end.
 Errors are problems after RFC 9457, with a `type` that does not change.
 """.strip()
@@ -87,12 +90,25 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
             "schemas": {**_used(paths, forms.shared), "Problem": PROBLEM},
             "responses": {
+                "TooManyRequests": {
+                    "description": "Too many tokens from this address were not good, or this "
+                    "one asks too often.",
+                    "headers": {
+                        "Retry-After": {
+                            "description": "Seconds.",
+                            "schema": {"type": "integer"},
+                        }
+                    },
+                    "content": {
+                        problem.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}
+                    },
+                },
                 "Problem": {
                     "description": "What went wrong.",
                     "content": {
                         problem.MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}
                     },
-                }
+                },
             },
         },
     }
@@ -147,6 +163,7 @@ def _operation(route: Route, forms: Forms) -> dict[str, Any]:
             }
             for status, form in route.answers.items()
         }
+        | {"429": {"$ref": "#/components/responses/TooManyRequests"}}
         | {"default": {"$ref": "#/components/responses/Problem"}},
         "x-scope": route.scope,
     }

@@ -11,6 +11,7 @@ from pydantic import Field
 from outbox.admin.problem import Kind, Problem
 from outbox.admin.routing import LIMIT, LIMIT_MAX, Call, For, Model, Route, Shown
 from outbox.admin.shape import joined
+from outbox.admin.telling import teller
 from outbox.store import status
 from outbox.store.doctor import Finding, Look, examine
 from outbox.store.status import Cursor, EndpointStatus, Replica
@@ -109,7 +110,7 @@ async def _me(call: Call[NoQuery, None]) -> dict[str, Any]:
 
 async def _status(call: Call[StatusQuery, None]) -> dict[str, Any]:
     seen = await status.read(call.db, call.schema, limit=call.query.limit)
-    return views.overview(call.schema, seen)
+    return views.overview(call.schema, (await teller(call)).overview(seen))
 
 
 async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:

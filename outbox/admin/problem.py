@@ -55,6 +55,7 @@ class Kind(Enum):
     WRONG_CONTENT_TYPE = ("wrong-content-type", 415, "the body is not JSON")
     WRONG_HOST = ("wrong-host", 421, "this is not the host that was asked for")
     INVALID = ("invalid", 422, "something in the request is wrong")
+    TOO_MANY_REQUESTS = ("too-many-requests", 429, "too many requests")
     INTERNAL = ("internal", 500, "an error of ours")
     UNAVAILABLE = ("unavailable", 503, "the database cannot be used just now")
 

@@ -21,12 +21,14 @@ import structlog
 from aiohttp import web
 
 from outbox.admin import problem
-from outbox.admin.answering import add_headers, problems, unexpected
+from outbox.admin.answering import problems, unexpected
+from outbox.admin.auth import UNKNOWN
 from outbox.admin.hosts import is_loopback
+from outbox.admin.limits import Limits
 from outbox.admin.problem import Kind, Problem
 from outbox.admin.server import listening
 from outbox.core.request import prepare
-from outbox.core.token import is_fetch_token
+from outbox.core.token import digest, is_fetch_token
 from outbox.errors import CannotRun, NotFound
 from outbox.store import destinations, fetch_tokens, fetching, resending
 from outbox.store.vault import CLEAR, Vault
@@ -61,12 +63,13 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
     Raises:
         CannotRun: the address is taken, or not ours.
     """
+    limits = Limits(settings.api_rate_max, time.monotonic)
     vault = Vault.of(settings)
 
-    def make(database: Database, failures: FailedLogins) -> web.Application:
-        return application(database, failures, vault)
+    def receivers(database: Database, failures: FailedLogins) -> web.Application:
+        return application(database, failures, limits, vault)
 
-    async with listening(settings, address, make) as at:
+    async with listening(settings, address, receivers) as at:
         log.info("receivers can fetch", url=at.url)
         if not is_loopback(address.host):
             log.warning(
@@ -79,14 +82,14 @@ async def running(settings: Settings, address: Address) -> AsyncIterator[Address
 def application(
     database: Database,
     failures: FailedLogins,
+    limits: Limits,
     vault: Vault = CLEAR,
     *,
     clock: Callable[[], float] = time.time,
 ) -> web.Application:
     """The listener; `clock` tells epoch seconds, to sign with."""
-    receivers = _Receivers(database, failures, vault, clock)
+    receivers = _Receivers(database, failures, limits, vault, clock)
     app = web.Application(middlewares=[problems("there is no such path; there is /v1/lanes")])
-    app.on_response_prepare.append(add_headers)
     app.router.add_get("/v1/lanes", receivers.handler(receivers.lanes))
     app.router.add_get("/v1/lanes/{lane}/deliveries", receivers.handler(receivers.deliveries))
     app.router.add_post("/v1/lanes/{lane}/replay", receivers.handler(receivers.replay))
@@ -100,12 +103,14 @@ class _Receivers:
         self,
         database: Database,
         failures: FailedLogins,
+        limits: Limits,
         vault: Vault,
         clock: Callable[[], float],
     ) -> None:
         self._database = database
         self._vault = vault
         self._failures = failures
+        self._limits = limits
         self._clock = clock
 
     def handler(self, answering: Answering) -> Handler:
@@ -115,6 +120,7 @@ class _Receivers:
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     fetcher = await self._fetcher(request)
+                    self._limits.let_ask(fetcher.endpoint_id)
                     async with self._database.connection() as connection:
                         answer = await answering(request, connection, fetcher)
             except Exception as error:
@@ -184,18 +190,26 @@ class _Receivers:
 
     async def _fetcher(self, request: web.Request) -> Fetcher:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        token = token.strip()
+        token, address = token.strip(), request.remote or UNKNOWN
         try:
             if not scheme:
                 raise _unauthenticated("send Authorization: Bearer TOKEN")
             if scheme.lower() != "bearer" or not is_fetch_token(token):
+                self._limits.let_try(address, None)
+                self._limits.was_bad(address, None)
                 raise _unauthenticated("this is not a fetch token")
+            key = digest(token)
+            self._limits.let_try(address, key)
             async with self._database.login() as connection:
+                # Again, because others from there may have come before.
+                self._limits.let_try(address, key)
                 found = await fetch_tokens.find(connection, self._database.schema, token)
             if found is None:
+                self._limits.was_bad(address, key)
                 raise _unauthenticated("the fetch token is not known, or good no more")
+            self._limits.was_good(key)
         except Problem as told:
-            self._failures.note(request.remote or "unknown", told.detail)
+            self._failures.note(address, told.detail)
             raise
         return found
 

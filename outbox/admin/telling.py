@@ -1,4 +1,11 @@
-"""What a tenant's token is told of what is its own: nothing of who and what is beside it.
+"""What a token is told: of answers nothing but to operators, and to a tenant nothing of others.
+
+What a receiver answers goes to those who operate the system: who has an endpoint point to
+something inside of a network must not be shown what that says.  All others, those with
+`read` alone and every tenant's token, are told its status, or how the attempt failed, and
+how long it took.
+
+A tenant's token is told nothing of who and what is beside it.
 
 Left out, wherever it stands, is
 
@@ -17,6 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.answer import outcome
 from outbox.store import tenancy
 from outbox.store.resending import is_receiver
 
@@ -24,11 +32,13 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from outbox.admin.routing import Call
-    from outbox.core.story import Delivery, Story
-    from outbox.store.endpoints import EndpointRow
+    from outbox.core.story import Attempt, Delivery, Story
+    from outbox.store.dead import DeadLetter
+    from outbox.store.endpoints import Detail, EndpointRow
     from outbox.store.jobs import Job
     from outbox.store.journal import JournalRow
     from outbox.store.schedules import Schedule
+    from outbox.store.status import EndpointStatus, Overview
 
 NOT_SHOWN = "(not shown)"
 OPERATOR, RELAY = "operator", "relay"
@@ -45,10 +55,12 @@ class Teller:
 
     Args:
         own: how those who act with the tenant's tokens are called; None: the caller may know
-            everything.
+            of everybody.
+        answers: it may know what receivers say.
     """
 
     own: Set[str] | None
+    answers: bool
 
     def who(self, actor: str | None) -> str | None:
         """Who did something."""
@@ -56,9 +68,36 @@ class Teller:
             return actor
         return RELAY if actor.startswith("replica ") else OPERATOR
 
+    def answer(self, told: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What came of an attempt, in a summary of the answer or with it."""
+        return told if self.answers or told is None else outcome(told)
+
     def endpoint(self, row: EndpointRow) -> EndpointRow:
         """An endpoint of a listing."""
         return replace(row, state_by=self.who(row.state_by))
+
+    def detail(self, found: Detail) -> Detail:
+        """Everything about an endpoint."""
+        health = replace(found.health, last_answer=self.answer(found.health.last_answer))
+        lanes = tuple(
+            replace(lane, last_answer=self.answer(lane.last_answer)) for lane in found.lanes
+        )
+        hands = found.hands if self.own is None else ()
+        return replace(found, row=self.endpoint(found.row), health=health, lanes=lanes, hands=hands)
+
+    def letter(self, found: DeadLetter) -> DeadLetter:
+        """A dead letter."""
+        return replace(found, last_answer=self.answer(found.last_answer))
+
+    def overview(self, seen: Overview) -> Overview:
+        """One look at everything."""
+        return replace(seen, endpoints=tuple(map(self._status, seen.endpoints)))
+
+    def _status(self, row: EndpointStatus) -> EndpointStatus:
+        head = row.failing
+        if head is None:
+            return row
+        return replace(row, failing=replace(head, last_answer=self.answer(head.last_answer)))
 
     def schedule(self, found: Schedule) -> Schedule:
         """A schedule."""
@@ -75,15 +114,18 @@ class Teller:
 
     def journal(self, row: JournalRow) -> JournalRow:
         """Something that happened."""
+        data = dict(row.data)
+        if "last_answer" in data:
+            data["last_answer"] = self.answer(data["last_answer"])
         if self.own is None:
-            return row
-        data = {name: value for name, value in row.data.items() if name not in INSIDES}
+            return replace(row, data=data)
+        data = {name: value for name, value in data.items() if name not in INSIDES}
         return replace(row, actor=self.who(row.actor) or OPERATOR, data=data)
 
     def story(self, story: Story) -> Story:
         """The life of an event."""
         if self.own is None:
-            return story
+            return replace(story, deliveries=tuple(map(self._answered, story.deliveries)))
         sequenced, sequencing = story.sequenced, story.sequencing
         return replace(
             story,
@@ -99,11 +141,25 @@ class Teller:
             relay = None if standing.relay is None else NOT_SHOWN
             standing = replace(standing, relay=relay, state_by=self.who(standing.state_by))
         attempts = tuple(replace(each, replica_id=None) for each in told.attempts)
-        return replace(told, standing=standing, attempts=attempts)
+        return self._answered(replace(told, standing=standing, attempts=attempts))
+
+    def _answered(self, told: Delivery) -> Delivery:
+        if self.answers:
+            return told
+        standing = told.standing
+        if standing is not None:
+            head = replace(standing.head, last_answer=self.answer(standing.head.last_answer))
+            standing = replace(standing, head=head)
+        return replace(told, standing=standing, attempts=tuple(map(self._attempted, told.attempts)))
+
+    def _attempted(self, attempt: Attempt) -> Attempt:
+        # What was wrong with an answer may quote it.
+        failure = (attempt.answer or {}).get("failure") if attempt.status is None else None
+        return replace(attempt, answer=None, error=failure)
 
 
 async def teller(call: Call[Any, Any]) -> Teller:
     """What tells things to this caller."""
     if call.tenant is None:
-        return Teller(None)
-    return Teller(await tenancy.actors(call.db, call.tenant))
+        return Teller(None, answers="operate" in call.caller.scopes)
+    return Teller(await tenancy.actors(call.db, call.tenant), answers=False)

@@ -246,6 +246,17 @@ def in_words(told: Mapping[str, Any] | None) -> str:
     return _WITHOUT[Failure(failure)] if failure in set(Failure) else "no answer"
 
 
+_OUTCOME = ("version", "status", "failure", "elapsed_ms")
+
+
+def outcome(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a summary has that is not of the receiver's own words: a status, or a kind of
+    failure, and how long it took.  Its body, its headers and what was wrong with either
+    may hold anything that is reachable from here, and go to operators alone.
+    """
+    return {name: told[name] for name in _OUTCOME if name in told}
+
+
 def receipt(answer: Answer) -> dict[str, Any] | None:
     """What is kept of a success: what finds the request in the receiver's logs, and the
     beginning of what it said.  None when it said nothing of the kind.

@@ -201,7 +201,7 @@ class DevelopmentReceiver:
         application = web.Application(client_max_size=BODY_BYTES_MAX)
         application.router.add_route("*", "/{path:.*}", self._handle)
         # A hanging answer ends when the sender gives up.
-        async with serving(application, Address(host, port)) as address:
+        async with serving(application, Address(host, port), guarded=False) as address:
             yield address.url
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.token import SECRET_BYTES, digest, format_fetch_token
+from outbox.core.token import SECRET_BYTES, digest, format_fetch_token, is_of
 from outbox.store.changes import write_journal
 from outbox.store.connect import map_errors
 from outbox.store.endpoint_changes import lock
@@ -40,7 +40,7 @@ REVOKE_TOKENS = "DELETE FROM fetch_token WHERE endpoint_id = $1 RETURNING id"
 # Whose it is, as long as that is not removed.  `stale`: that it is used was not written
 # lately.
 FIND_TOKEN = """
-SELECT t.id, t.endpoint_id, e.name,
+SELECT t.id, t.endpoint_id, e.name, t.hash,
        t.last_used_at IS NULL OR t.last_used_at < clock_timestamp() - interval '1 minute' AS stale
   FROM fetch_token t JOIN endpoint e ON e.id = t.endpoint_id AND e.state <> 'removed'
  WHERE t.hash = $1 AND (t.expires_at IS NULL OR t.expires_at > clock_timestamp())
@@ -118,7 +118,7 @@ async def find(connection: Connection[Any], schema: str, token: str) -> Fetcher 
     """Whose token this is, if it is good; that it is used is written."""
     with map_errors(schema):
         row = await connection.fetchrow(FIND_TOKEN, digest(token))
-        if row is None:
+        if row is None or not is_of(token, row["hash"]):
             return None
         if row["stale"]:
             await connection.execute(NOTE_USE, row["id"])

@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from outbox.core.token import SECRET_BYTES, digest, format_token
+from outbox.core.token import SECRET_BYTES, digest, format_token, is_of
 from outbox.errors import Conflict, NotFound
 from outbox.store.changes import write_journal
 from outbox.store.connect import map_errors
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 State = Literal["live", "expired", "revoked"]
 
+# Of what is kept of its secret only who looks one up is told.
 _COLUMNS = """
 SELECT id, name, scopes, tenant, created_at, created_by, expires_at, revoked_at, revoked_by,
-       last_used_at,
+       last_used_at, {hash}
        CASE WHEN revoked_at IS NOT NULL THEN 'revoked'
             WHEN expires_at <= clock_timestamp() THEN 'expired'
             ELSE 'live' END AS state
@@ -32,13 +33,13 @@ SELECT id, name, scopes, tenant, created_at, created_by, expires_at, revoked_at,
 
 # By id, which is the order in which they were made: a name can come again.
 LIST_TOKENS = f"""
-{_COLUMNS} WHERE id > $1 AND ($2 OR revoked_at IS NULL) ORDER BY id LIMIT $3
+{_COLUMNS.format(hash="")} WHERE id > $1 AND ($2 OR revoked_at IS NULL) ORDER BY id LIMIT $3
 """
 
 # Through the unique index of hashes.  `stale`: that it is used was not written lately.
 FIND_TOKEN = f"""
 SELECT *, last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute' AS stale
-  FROM ({_COLUMNS} WHERE hash = $1) t
+  FROM ({_COLUMNS.format(hash="hash,")} WHERE hash = $1) t
 """  # noqa: S608 (constants only)
 
 # At most once a minute, whoever else has just done it.
@@ -174,7 +175,7 @@ async def find(connection: Connection[Any], schema: str, secret: str) -> TokenRo
     """The token with this secret, whatever its state; that it is used is written."""
     with map_errors(schema):
         row = await connection.fetchrow(FIND_TOKEN, digest(secret))
-        if row is None:
+        if row is None or not is_of(secret, row["hash"]):
             return None
         if row["stale"] and row["state"] == "live":
             await connection.execute(NOTE_USE, row["id"])

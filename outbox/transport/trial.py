@@ -19,7 +19,7 @@ from outbox.transport.addressing import Destination, addressed
 from outbox.transport.client import AiohttpTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from uuid import UUID
 
     from outbox.core.answer import Answer, Headers
@@ -50,10 +50,14 @@ class Trial:
         """What is kept of the answer."""
         return summary(self.answer)
 
-    def as_json(self) -> dict[str, Any]:
-        """As programs are told."""
+    def as_json(self, answer: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """As programs are told.
+
+        Args:
+            answer: what they are told of the answer; the summary, if it is not said.
+        """
         told = {"endpoint": self.endpoint, "url": self.url, "outcome": self.outcome}
-        return told | self.summary
+        return told | dict(self.summary if answer is None else answer)
 
 
 class Tried(Destination, Protocol):

@@ -57,7 +57,7 @@ def application(
         if accept not in looks:
             looks[accept] = asyncio.ensure_future(look(accept))
         text, content_type = await asyncio.shield(looks[accept])
-        return web.Response(body=text, headers={"Content-Type": content_type, **HEADERS})
+        return web.Response(body=text, headers={"Content-Type": content_type})
 
     async def paths(_: web.Request) -> web.Response:
         return _text(200, PATHS)
@@ -70,8 +70,5 @@ def application(
     return made
 
 
-HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-
-
 def _text(status: int, text: str) -> web.Response:
-    return web.Response(status=status, text=text, headers=HEADERS)
+    return web.Response(status=status, text=text)

@@ -45,7 +45,7 @@ def test_a_route_tells_its_scope_and_what_goes_in_and_out(route: Any) -> None:
     query = [each["name"] for each in told["parameters"] if each["in"] == "query"]
     assert query == list(route.query.model_fields if route.query else ())
     assert ("requestBody" in told) == (route.body is not None)
-    assert set(told["responses"]) == {*map(str, route.answers), "default"}
+    assert set(told["responses"]) == {*map(str, route.answers), "429", "default"}
 
 
 def test_gets_need_read_and_what_changes_something_needs_more() -> None:

@@ -10,10 +10,12 @@ import orjson
 import pytest
 from playwright.async_api import expect
 
-from tests.page.shop import shop
+from outbox.core.answer import Answer
+from tests.page.shop import RETRY, shop
 from tests.page.visitor import visiting
 from tests.support.api import make_token, serving
-from tests.support.relay import add_endpoint, fetchval, publish
+from tests.support.relay import Network, add_endpoint, fetchval, publish, running
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from playwright.async_api import Page, Route
@@ -300,3 +302,40 @@ async def test_what_is_wrong_with_an_endpoint_is_told_once_for_all_events_of_a_k
         await expect(first.locator(".diagnosis li", has_text="sick")).to_have_count(1)
         lines = await page.locator(".diagnosis li").all_text_contents()
         assert sum("its endpoint is failing" in line for line in lines) == 1
+
+
+HOSTILE = (
+    "<img src=x onerror=\"document.title='caught'\"><script>document.title='caught'</script>"
+    "</pre><a href=\"javascript:document.title='caught'\">press me</a>"
+)
+
+
+async def test_what_a_receiver_says_is_text_whatever_it_says(database: Database) -> None:
+    headers = (("Server", HOSTILE), ("Location", "javascript:alert(1)"))
+    said = Answer.of(400, 0.001, headers=headers, body=HOSTILE.encode(), detail=HOSTILE)
+    busy = Answer.of(503, 0.001, headers=headers, body=HOSTILE.encode(), detail=HOSTILE)
+    await add_endpoint(database)
+    await add_endpoint(database, "busy", retry=RETRY)
+    secret = await make_token(database)
+
+    async def failing() -> bool:
+        sql = "SELECT count(*) FROM endpoint_health WHERE state = 'failing'"
+        dead = "SELECT count(*) FROM dead_letter"
+        return await fetchval(database, sql) == 1 and await fetchval(database, dead) == 1
+
+    async with serving(database) as api, visiting(api.url) as visitor:
+        network = Network(lambda sent: busy if sent.url.endswith("busy") else said)
+        async with running(database, network):
+            await publish(database, 1, key="k")
+            await until(failing, 30, "both to have answered")
+        await visitor.come_in(secret)
+        title = await visitor.page.title()
+        for place in ("dead/1", "endpoints/busy", "trace/k"):
+            await visitor.goes_to(place)
+            if place == "trace/k":
+                for each in await visitor.main.locator("summary").all():
+                    await each.click()
+            await visitor.sees(visitor.main.get_by_text("onerror=").first)
+            assert await visitor.main.locator("img, script, a[href^='javascript:']").count() == 0
+        assert not (await visitor.page.title()).startswith("caught")
+        assert title != "caught"

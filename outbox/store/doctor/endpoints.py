@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.answer import in_words
+from outbox.core.answer import in_words, outcome
 from outbox.store.doctor.finding import ROWS_MAX, age, listed, many, ok, problem, rest, warning
 from outbox.store.rekeying import KEPT
 
@@ -177,7 +177,7 @@ async def health(look: Look) -> AsyncIterator[Said]:
 def _health(row: Any) -> Said:
     who = f'endpoint "{row["name"]}"'
     answer = orjson.loads(row["last_answer"]) if row["last_answer"] else {}
-    told = f" ({in_words(answer)})" if answer else ""
+    told = f" ({in_words(outcome(answer))})" if answer else ""
     held = row["held_s"] if row["held_s"] and row["held_s"] > 0 else None
     until = f"; by its Retry-After nothing is sent for {age(held)} more" if held else ""
     name = shlex.quote(row["name"])
