@@ -128,18 +128,19 @@ class _Admin:
             body = await read_body(request, route.body, required=route.body_required)
         try:
             async with self._connection(route) as connection:
-                await tenancy.require_own(connection, route, caller.tenant, path)
-                call: Call[Any, Any] = Call(
-                    caller,
-                    connection,
-                    self._settings,
-                    path,
-                    request.headers,
-                    query,
-                    body,
-                    self._live,
-                )
-                answer = await route.handler(call)
+                async with tenancy.steady(connection, route, caller.tenant):
+                    await tenancy.require_own(connection, route, caller.tenant, path)
+                    call: Call[Any, Any] = Call(
+                        caller,
+                        connection,
+                        self._settings,
+                        path,
+                        request.headers,
+                        query,
+                        body,
+                        self._live,
+                    )
+                    answer = await route.handler(call)
         except Exception as error:
             told = problem.of(error)
             if told is not None and told.kind is Kind.NOT_FOUND and caller.tenant is not None:

@@ -7,6 +7,7 @@ from typing import Any
 from uuid import UUID
 
 from pydantic import Field
+from yarl import URL
 
 from outbox.admin import tenancy
 from outbox.admin.reading import NoQuery, Paging, Seconds
@@ -231,6 +232,8 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
     def edit(there: Any) -> Any:
         wanted = declaration.one(said, there)
         _hold_to_tenant(call, wanted, there)
+        if call.tenant is not None and _origin(wanted.url) != _origin(there.url):
+            _hold_to_given(wanted, said.get("headers"))
         check(wanted, _policy(call), there)
         if wanted.name != there.name:
             tenancy.require_name(call.tenant, wanted.name)
@@ -322,6 +325,26 @@ async def _test(call: Call[NoQuery, None]) -> Later:
 
 def _policy(call: Call[Any, Any]) -> EgressPolicy:
     return EgressPolicy(call.settings.allow_networks)
+
+
+def _hold_to_given(wanted: Any, given: dict[str, Any] | None) -> None:
+    """Keep headers that somebody else may have set from being sent somewhere else.
+
+    Raises:
+        UsageError: one of them would stay without being said again.
+    """
+    said = {name.lower() for name, value in (given or {}).items() if value is not None}
+    for name in wanted.headers:
+        if name.lower() not in said:
+            raise UsageError(
+                f"url: another host would be sent the header {name}, which is not shown; say "
+                "headers with it: their values anew, or {} for none"
+            )
+
+
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    parts = URL(url)
+    return parts.scheme, parts.host, parts.port
 
 
 def _vault(call: Call[Any, Any]) -> Vault:

@@ -26,6 +26,7 @@ with; what an operator named is not held to that, and may be called as it likes.
 from __future__ import annotations
 
 import re
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -34,10 +35,11 @@ from outbox.admin.problem import Kind, Problem
 from outbox.admin.routing import ID_MAX, For
 from outbox.errors import NotFound, UsageError
 from outbox.store import tenancy
+from outbox.store.changes import LOCK_CURSOR
 from outbox.store.selection import Filter, Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from asyncpg import Connection
 
@@ -60,6 +62,23 @@ def let_in(route: Route, caller: Caller) -> None:
             f'"{caller.name}" is a token of the tenant "{caller.tenant}"; '
             "this is about the system as a whole",
         )
+
+
+@asynccontextmanager
+async def steady(
+    connection: Connection[Any], route: Route, tenant: str | None
+) -> AsyncIterator[None]:
+    """While it lasts, the name in the path is the same endpoint's.
+
+    Otherwise an operator who swaps the names of two endpoints, after the tenant's was looked
+    up and before it is changed, would have the tenant change the other one.
+    """
+    if tenant is None or route.method == "GET" or route.tenants is not For.ENDPOINT:
+        yield
+        return
+    async with connection.transaction(isolation="read_committed"):
+        await connection.execute(LOCK_CURSOR)
+        yield
 
 
 async def require_own(

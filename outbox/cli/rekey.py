@@ -88,7 +88,15 @@ def command(
         )
         for why in done.locked:
             click.echo(safe(f"left alone: {why}"), err=True)
-    if done.locked:
+        if done.left and not done.locked:
+            click.echo(f"{count(done.left, 'secret')} left: somebody writes them; again!", err=True)
+        if done.secrets and done.key is not None:
+            click.echo(
+                "What was in clear may still stand in backups and logs of the database: "
+                "outbox endpoint rotate-secret gives other secrets.",
+                err=True,
+            )
+    if done.left:
         ctx.exit(EXIT_NOT_ALL)
 
 

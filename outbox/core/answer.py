@@ -21,7 +21,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum, StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
+from urllib.parse import quote, quote_plus
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -33,7 +35,7 @@ BODY_BYTES_MAX = 16 * 1024
 DETAIL_CHARS_MAX = 300
 SECRET_CHARS_MIN = 6
 """A header's value that is shorter is no secret, and stands in answers by chance."""
-NOT_KEPT = b"(not kept)"
+NOT_KEPT = "(not kept)"
 SUMMARY_VERSION = 1
 """Of the form in which answers are stored; raised when the meaning of a field changes."""
 SUMMARY_BODY_CHARS_MAX = 2048
@@ -144,18 +146,41 @@ class Answer:
 
 
 def without(answer: Answer, secrets: Iterable[str]) -> Answer:
-    """The answer without what we sent and must not keep: some receivers send it back."""
-    # The longest first: one may be a part of another.
-    known = sorted((s.encode() for s in secrets if len(s) >= SECRET_CHARS_MIN), key=len)[::-1]
-    texts = (answer.body, *(value.encode("latin-1", "replace") for _, value in answer.headers))
-    if not any(secret in text for secret in known for text in texts):
+    """The answer without what we sent and must not keep: some receivers send it back.
+
+    Also as JSON and URLs write it, in whatever case, and where a body was cut off within it.
+    """
+    known = tuple(secret for secret in secrets if len(secret) >= SECRET_CHARS_MIN)
+    if not known:
         return answer
-    body, headers = answer.body, dict(enumerate(answer.headers))
-    for secret in known:
-        body = body.replace(secret, NOT_KEPT)
-        for i, (name, value) in headers.items():
-            headers[i] = name, value.replace(secret.decode(), NOT_KEPT.decode())
-    return replace(answer, body=body[:BODY_BYTES_MAX], headers=tuple(headers.values()))
+    pattern = _pattern(known)
+    body = _clean(answer.body.decode("latin-1"), pattern, known).encode("latin-1", "replace")
+    headers = tuple((name, _clean(value, pattern, known)) for name, value in answer.headers)
+    detail = _clean(answer.detail, pattern, known)
+    if (body, headers, detail) == (answer.body, answer.headers, answer.detail):
+        return answer
+    return replace(answer, body=body[:BODY_BYTES_MAX], headers=headers, detail=one_line(detail))
+
+
+@lru_cache(1024)
+def _pattern(secrets: tuple[str, ...]) -> re.Pattern[str]:
+    forms = {
+        form
+        for secret in secrets
+        for form in (secret, secret.replace("/", "\\/"), quote(secret, ""), quote_plus(secret))
+    }
+    # The longest first: one may be a part of another.
+    longest_first = sorted(forms, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)), re.IGNORECASE)
+
+
+def _clean(text: str, pattern: re.Pattern[str], secrets: tuple[str, ...]) -> str:
+    text = pattern.sub(NOT_KEPT, text)
+    for secret in secrets:
+        for length in range(min(len(secret) - 1, len(text)), SECRET_CHARS_MIN - 1, -1):
+            if text.endswith(secret[:length]):
+                return text[:-length] + NOT_KEPT
+    return text
 
 
 def classify(

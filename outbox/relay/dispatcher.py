@@ -373,6 +373,8 @@ class Dispatcher:
                 home.health.unsent(lane.loaded.id)
                 machine.unsent()
                 return
+            # As of now: whoever changes the headers meanwhile changes what is sent next.
+            credentials = home.endpoint.credentials
             request, span = self._observer.begins(
                 lane, send, lane.request(send, started_at), started_at
             )
@@ -385,8 +387,8 @@ class Dispatcher:
         finally:
             if begun:
                 queueing.end(lane.turn, answered=answered)
-        if home.endpoint.headers:
-            answer = without(answer, home.endpoint.credentials)
+        if credentials:
+            answer = without(answer, credentials)
         now = self._now()
         verdict = self._judge(home, send, answer, now)
         record = machine.answered(

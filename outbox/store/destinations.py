@@ -162,7 +162,10 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
             raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
         networks = tuple(map(ip_network, row["allow_networks"]))
-        own = vault.open_headers(orjson.loads(row["headers"]), endpoint_id)
+        stored = orjson.loads(row["headers"])
+        if not isinstance(stored, dict):
+            raise UsageError("headers: are not names with values")
+        own = vault.open_headers(stored, endpoint_id)
         for locked in locked_values(own):
             raise Locked(locked.why)
         if row["identity"] is not None:

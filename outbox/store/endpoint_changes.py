@@ -229,7 +229,7 @@ async def add_in(
     ed25519: bool = False,
 ) -> NewEndpoint:
     """`add` in a change that is under way."""
-    await vault.hold_to_key(connection)
+    vault = await vault.for_writing(connection)
     await check_filter(connection, settings)
     await _name_is_free(connection, settings.name)
     ids = await connection.fetchrow(READ_WAITING)
@@ -285,8 +285,8 @@ async def update_in(
         await begin_subscription(connection, from_batch, found.id, settings)
     headers = orjson.loads(found.row["headers"])
     if settings.headers != old.headers:
-        await found.vault.hold_to_key(connection)
-        headers = found.vault.seal_headers(settings.headers, found.id)
+        vault = await found.vault.for_writing(connection)
+        headers = vault.seal_headers(settings.headers, found.id)
     await connection.execute(UPDATE_ENDPOINT, found.id, generation, *_columns(settings, headers))
     told = {
         "name": old.name,

@@ -61,7 +61,7 @@ async def set_identity(
         must_be(found, ("active", "paused", "disabling", "disabled"), "given a certificate")
         sealed = None
         if pem is not None:
-            await vault.hold_to_key(connection)
+            vault = await vault.for_writing(connection)
             sealed = vault.seal(pem, found.id, IDENTITY)
         told = None if about is None else orjson.dumps(about, option=orjson.OPT_UTC_Z).decode()
         await connection.execute(SET_IDENTITY, found.id, sealed, told)

@@ -74,7 +74,7 @@ async def rotate_secret(
     async with change(connection, schema):
         found = await lock(connection, name)
         must_be(found, ("active", "paused", "disabling", "disabled"), "given a new secret")
-        await vault.hold_to_key(connection)
+        vault = await vault.for_writing(connection)
         secret = new_secret(ed25519=ed25519)
         sealed = vault.seal(secret, found.id, SIGNING)
         secret_id = await connection.fetchval(ADD_SECRET, found.id, sealed)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.errors import Conflict
-from outbox.store.changes import write_journal
+from outbox.store.changes import LOCK_CURSOR, write_journal
 from outbox.store.connect import map_errors
 from outbox.store.vault import IDENTITY, SIGNING, Locked, is_sealed, locked_values
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from outbox.store.vault import Vault
 
 PAGE = 200
+PASSES_MAX = 5
+"""Others may write secrets meanwhile, with a key that they have; these are for the next pass."""
 
 KEPT = "SELECT key, count FROM secrets_kept()"
 
@@ -42,17 +43,16 @@ SELECT name, headers::text AS headers, identity FROM endpoint
  WHERE id = $1 AND state <> 'removed' FOR NO KEY UPDATE
 """
 
+# Those that have ended are of no use, and their key may be gone.
+FORGET_EXPIRED = """
+DELETE FROM endpoint_secret WHERE endpoint_id = $1 AND expires_at <= clock_timestamp()
+"""
+
 SECRETS = "SELECT id, secret FROM endpoint_secret WHERE endpoint_id = $1"
 
 WRITE_SECRET = "UPDATE endpoint_secret SET secret = $3 WHERE endpoint_id = $1 AND id = $2"  # noqa: S105
 
 WRITE_ENDPOINT = "UPDATE endpoint SET headers = $2::text::jsonb, identity = $3 WHERE id = $1"
-
-# Relays that could not read what is written; their lease is not over.
-WITHOUT_KEY = """
-SELECT name FROM replica WHERE expires_at > clock_timestamp() AND NOT $1 = ANY (keys)
- ORDER BY name
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ class Rekeyed:
     """So many were looked at."""
     secrets: int = 0
     """So many were written anew."""
+    left: int = 0
+    """So many are not as they should be, because they cannot be read, or others write them."""
     locked: tuple[str, ...] = field(default=())
     """Endpoints of which something could not be read, each with the reason."""
 
@@ -105,23 +107,29 @@ async def rekey(
     """
     with map_errors(schema):
         if vault.key_id is not None and not force:
-            blind = [row["name"] for row in await connection.fetch(WITHOUT_KEY, vault.key_id)]
-            if blind:
-                raise Conflict(
-                    f"the relay {blind[0]} has not the key {vault.key_id}, and would stand still; "
-                    "start it with this key in front and the old one behind it, or say force"
-                )
+            await vault.hold_to_relays(connection)
         done = Rekeyed(vault.key_id, await connection.fetchval(ENDPOINTS))
-        after = None
-        while ids := [r["id"] for r in await connection.fetch(PAGE_OF_IDS, after, PAGE)]:
-            for endpoint_id in ids:
-                async with connection.transaction(isolation="read_committed"):
-                    done = await _endpoint(connection, endpoint_id, vault, done)
-                on_progress(done)
-            after = ids[-1]
-        if done.secrets:
-            told = {"key": done.key, "endpoints": done.done, "secrets": done.secrets}
-            await write_journal(connection, "secrets_rekeyed", actor, None, told)
+        for _ in range(PASSES_MAX):
+            done = replace(done, done=0, locked=())
+            after = None
+            while ids := [r["id"] for r in await connection.fetch(PAGE_OF_IDS, after, PAGE)]:
+                for endpoint_id in ids:
+                    async with connection.transaction(isolation="read_committed"):
+                        done = await _endpoint(connection, endpoint_id, vault, done)
+                    on_progress(done)
+                after = ids[-1]
+            async with connection.transaction(isolation="read_committed"):
+                # Whoever writes a secret holds this, and is before us or sees what we did.
+                await connection.execute(LOCK_CURSOR)
+                kept = [Kept(**row) for row in await connection.fetch(KEPT)]
+                left = sum(each.count for each in kept if each.key != vault.key_id)
+                done = replace(done, left=left)
+                if left and not done.locked:
+                    continue
+                if done.secrets:
+                    told = {"key": done.key, "secrets": done.secrets, "left": left}
+                    await write_journal(connection, "secrets_rekeyed", actor, None, told)
+                break
     return done
 
 
@@ -131,37 +139,43 @@ async def _endpoint(
     row = await connection.fetchrow(LOCK, endpoint_id)
     if row is None:
         return done
-    written = 0
-    try:
-        for secret in await connection.fetch(SECRETS, endpoint_id):
-            if vault.is_current(secret["secret"]):
-                continue
-            anew = vault.seal(
-                vault.open(secret["secret"], endpoint_id, SIGNING), endpoint_id, SIGNING
-            )
-            await connection.execute(WRITE_SECRET, endpoint_id, secret["id"], anew)
-            written += 1
-        headers, identity = orjson.loads(row["headers"]), row["identity"]
-        old = [name for name, value in headers.items() if not vault.is_current(_stored(value))]
-        if old:
-            opened = vault.open_headers(headers, endpoint_id)
-            for locked in locked_values(opened):
-                raise Locked(locked.why)
-            headers |= vault.seal_headers({name: opened[name] for name in old}, endpoint_id)
-        anew = identity
-        if identity is not None and not vault.is_current(identity):
-            text = vault.open(identity, endpoint_id, IDENTITY)
-            anew = vault.seal(text, endpoint_id, IDENTITY)
-        if old or anew != identity:
-            text = orjson.dumps(headers).decode()
-            await connection.execute(WRITE_ENDPOINT, endpoint_id, text, anew)
-            written += len(old) + (anew != identity)
-    except Locked as locked:
-        why = f'endpoint "{row["name"]}": {locked}'
-        return replace(
-            done, done=done.done + 1, secrets=done.secrets + written, locked=(*done.locked, why)
-        )
-    return replace(done, done=done.done + 1, secrets=done.secrets + written)
+    await connection.execute(FORGET_EXPIRED, endpoint_id)
+    written, why = 0, ""
+    for secret in await connection.fetch(SECRETS, endpoint_id):
+        if vault.is_current(secret["secret"]):
+            continue
+        try:
+            text = vault.open(secret["secret"], endpoint_id, SIGNING)
+        except Locked as locked:
+            why = why or str(locked)
+            continue
+        anew = vault.seal(text, endpoint_id, SIGNING)
+        await connection.execute(WRITE_SECRET, endpoint_id, secret["id"], anew)
+        written += 1
+    stored, identity = orjson.loads(row["headers"]), row["identity"]
+    headers = {n: v for n, v in stored.items() if not vault.is_current(_stored(v))}
+    opened = vault.open_headers(headers, endpoint_id)
+    for locked_text in locked_values(opened):
+        why = why or locked_text.why
+    sealed = vault.seal_headers(opened, endpoint_id)
+    anew = identity
+    if identity is not None and not vault.is_current(identity):
+        try:
+            anew = vault.seal(vault.open(identity, endpoint_id, IDENTITY), endpoint_id, IDENTITY)
+        except Locked as locked:
+            why = why or str(locked)
+    changed = sum(sealed[name] != stored[name] for name in sealed)
+    if changed or anew != identity:
+        text = orjson.dumps({**stored, **sealed}).decode()
+        await connection.execute(WRITE_ENDPOINT, endpoint_id, text, anew)
+    written += changed + (anew != identity)
+    locked_here = (f'endpoint "{row["name"]}": {why}',) if why else ()
+    return replace(
+        done,
+        done=done.done + 1,
+        secrets=done.secrets + written,
+        locked=(*done.locked, *locked_here),
+    )
 
 
 def _stored(value: Any) -> str:
@@ -169,5 +183,5 @@ def _stored(value: Any) -> str:
     if isinstance(value, str):
         # Whatever it says, it is in clear.
         return f"={value}" if is_sealed(value) else value
-    sealed: str = value["sealed"]
-    return sealed
+    sealed = value.get("sealed") if isinstance(value, dict) else None
+    return sealed if isinstance(sealed, str) else ""

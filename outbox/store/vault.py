@@ -8,10 +8,10 @@ values of its headers.  The endpoint's id and what the text is for are bound to 
 (associated data), so that whoever can write to the tables cannot give one endpoint the
 secret of another.
 
-That tables hold encrypted secrets is never forgotten: whoever has no key, or another
-one, is refused when it is about to write a secret (`hold_to_key`).  Otherwise one
-command without its OUTBOX_KEY would leave secrets in clear that nobody looks for, or
-one that the relays cannot read.
+That tables hold encrypted secrets is never forgotten: a secret is written with a key
+that is in use already, and who has none of these is refused (`for_writing`).  Otherwise
+one command without its OUTBOX_KEY would leave secrets in clear that nobody looks for,
+or one that the relays cannot read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.keys import KEY_BYTES, format_key, parse_keys
-from outbox.errors import CannotRun
+from outbox.errors import CannotRun, Conflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +42,13 @@ _NONCE_BYTES = 12
 
 # The keys that anything is encrypted with; every endpoint has a secret.
 KEYS_IN_USE = "SELECT DISTINCT key_id FROM endpoint_secret WHERE key_id IS NOT NULL ORDER BY 1"
+
+
+# Relays that could not read what is written with a key; their lease is not over.
+WITHOUT_KEY = """
+SELECT name FROM replica WHERE expires_at > clock_timestamp() AND NOT $1 = ANY (keys)
+ ORDER BY name
+"""
 
 
 class Locked(CannotRun):
@@ -133,21 +140,48 @@ class Vault:
             if isinstance(value, str):
                 headers[name] = value
                 continue
+            sealed = value.get("sealed") if isinstance(value, dict) else None
             try:
-                headers[name] = self.open(value["sealed"], endpoint_id, _header(name))
+                if not isinstance(sealed, str) or not is_sealed(sealed):
+                    raise Locked(f"its {_header(name)} is neither a text nor encrypted")
+                headers[name] = self.open(sealed, endpoint_id, _header(name))
             except Locked as locked:
                 headers[name] = LockedText(value, str(locked))
         return headers
 
-    async def hold_to_key(self, connection: Connection[Any]) -> None:
-        """Refuse to write a secret where what is there was encrypted by others.
+    async def for_writing(self, connection: Connection[Any]) -> Vault:
+        """The vault to write a secret with: its key is one that whoever reads it has.
+
+        That is a key with which something is encrypted already.  A new one comes into use
+        by `rekey`, or where nothing is encrypted yet and every running relay has it.
 
         Raises:
             Locked: secrets are encrypted here, and not with one of these keys.
+            Conflict: a running relay could not read what would be written.
         """
-        in_use = [row["key_id"] for row in await connection.fetch(KEYS_IN_USE)]
-        if in_use and not self._keys.keys() & in_use:
-            raise Locked(f"secrets are encrypted here with the key {in_use[0]}; {_give(in_use[0])}")
+        in_use = {row["key_id"] for row in await connection.fetch(KEYS_IN_USE)}
+        for key in self._keys.values():
+            if key.id in in_use:
+                return Vault((key, *self._keys.values()))
+        if in_use:
+            wanted = min(in_use)
+            raise Locked(f"secrets are encrypted here with the key {wanted}; {_give(wanted)}")
+        if self._first is not None:
+            await self.hold_to_relays(connection)
+        return self
+
+    async def hold_to_relays(self, connection: Connection[Any]) -> None:
+        """Refuse a key that a running relay has not.
+
+        Raises:
+            Conflict: there is one.
+        """
+        blind = [row["name"] for row in await connection.fetch(WITHOUT_KEY, self.key_id)]
+        if blind:
+            raise Conflict(
+                f"the relay {blind[0]} has not the key {self.key_id}, and could not read it; "
+                "start every relay with this key in front, and the old one behind it, first"
+            )
 
 
 CLEAR = Vault()
@@ -194,7 +228,7 @@ def locked_values(headers: Mapping[str, str]) -> Iterable[LockedText]:
 
 
 def _give(key_id: str) -> str:
-    return f"set {SETTING} to the key {key_id}, or add it behind the one that is there"
+    return f"set {SETTING} to that key"
 
 
 def _header(name: str) -> str:

@@ -236,7 +236,8 @@ def _explain(error: Exception, request: Request) -> tuple[Failure, str]:
             # In TLS 1.3 a refused handshake shows at the first read.
             return Failure.TLS, reason(error.__cause__)
         case aiohttp.ClientPayloadError() | HttpProcessingError():
-            return Failure.PROTOCOL, getattr(error, "message", "") or str(error)
+            # What follows quotes what was received, and that may be what we sent.
+            return Failure.PROTOCOL, (getattr(error, "message", "") or str(error)).partition(":")[0]
         case aiohttp.ServerDisconnectedError():
             return Failure.RESET, "the connection was closed before an answer"
         case aiohttp.ClientConnectionError() | ConnectionError():

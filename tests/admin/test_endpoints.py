@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -411,3 +412,40 @@ async def test_no_hostile_url_becomes_an_endpoints(database: Database, api: Api)
         changed = await api.ask("PATCH", "/v1/endpoints/good", {"url": url})
         assert changed.status == 422, url
     assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
+
+
+async def test_a_tenant_takes_no_header_along_to_another_host(database: Database, api: Api) -> None:
+    tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
+    body = {"name": "acme.a", "url": URL, "tenant": "acme", "headers": {"X-Key": "hunter2"}}
+    assert (await api.post("/v1/endpoints", body)).status == 201
+    path, away = "/v1/endpoints/acme.a", "https://attacker.example.com/"
+    for change in ({"url": away}, {"url": away, "headers": {"X-Key": None}}):
+        refused = await tenant.ask("PATCH", path, change)
+        assert refused.status == 422
+        assert "would be sent the header X-Key, which is not shown" in refused.detail
+    same = await tenant.ask("PATCH", path, {"url": URL + "/other"})
+    assert same.status == 200
+    for headers in ({"X-Key": "mine"}, {}):
+        moved = await tenant.ask("PATCH", path, {"url": away, "headers": headers})
+        assert moved.status == 200, moved.json
+
+
+async def test_a_name_that_is_swapped_meanwhile_is_still_the_tenants_own(
+    database: Database, api: Api
+) -> None:
+    tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
+    await add_endpoint(database, "acme.a", tenant="acme")
+    await add_endpoint(database, "theirs", tenant="globex")
+    async with (
+        database.connection(server_settings={"search_path": "relay"}) as operator,
+        operator.transaction(),
+    ):
+        await operator.execute("SELECT FROM cursor FOR UPDATE")
+        rotated = asyncio.ensure_future(tenant.post("/v1/endpoints/acme.a/rotate-secret"))
+        waits = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"
+        await until(lambda: fetchval(database, waits), 20, "the tenant to wait")
+        await operator.execute("UPDATE endpoint SET name = 'x' WHERE name = 'acme.a'")
+        await operator.execute("UPDATE endpoint SET name = 'acme.a' WHERE name = 'theirs'")
+    answer = await rotated
+    assert answer.status == 404
+    assert await fetchval(database, "SELECT count(*) FROM endpoint_secret") == 2

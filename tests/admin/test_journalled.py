@@ -8,6 +8,7 @@ import pytest
 
 from outbox.admin.routes import ROUTES
 from outbox.core.answer import Answer
+from tests.admin.test_endpoints import identity
 from tests.support.api import make_token
 from tests.support.relay import (
     OK,
@@ -36,6 +37,7 @@ NOT_JOURNALLED = {
     "POST /v1/endpoints/{name}/test": "it changes nothing here, and is no delivery",
 }
 
+CERTIFICATE = "made when it is needed"
 WALK: dict[str, tuple[str, Any]] = {
     "POST /v1/endpoints": ("/v1/endpoints", {"name": "new", "url": URL}),
     "PATCH /v1/endpoints/{name}": ("/v1/endpoints/new", {"lanes": 2}),
@@ -43,6 +45,8 @@ WALK: dict[str, tuple[str, Any]] = {
     "POST /v1/endpoints/{name}/resume": ("/v1/endpoints/new/resume", {}),
     "POST /v1/endpoints/{name}/enable": ("/v1/endpoints/off/enable", {}),
     "POST /v1/endpoints/{name}/rotate-secret": ("/v1/endpoints/new/rotate-secret", {}),
+    "PUT /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", CERTIFICATE),
+    "DELETE /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", None),
     "DELETE /v1/endpoints/{name}": ("/v1/endpoints/new", None),
     "PUT /v1/declaration": ("/v1/declaration", {"endpoints": [{"name": "put", "url": URL}]}),
     "POST /v1/dead-letters/replay": ("/v1/dead-letters/replay", {"ids": [1]}),
@@ -93,6 +97,8 @@ async def test_who_changed_it_stands_in_the_journal(database: Database, anybody:
     by = "SELECT array_agg(DISTINCT actor) FROM journal WHERE id > $1"
     for route, (path, body) in WALK.items():
         before = await fetchval(database, newest)
+        if body is CERTIFICATE:
+            body = {"pem": identity()}
         answer = await api.ask(route.partition(" ")[0], path, body)
         assert answer.status in (200, 201), (route, answer.raw)
         found = await fetchval(database, by, before)

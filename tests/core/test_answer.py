@@ -274,3 +274,20 @@ def test_what_we_sent_is_not_kept_although_it_comes_back() -> None:
     assert kept.body == b'{"authorization": "(not kept)", "x": 1}'
     assert "hunter2" not in str(summary(kept))
     assert without(answer, ["another"]) is answer
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["a/b+c=d e%", "a\\/b+c=d e%", "a%2Fb%2Bc%3Dd%20e%25", "a%2fb%2bc%3dd+e%25", "A/B+C=D E%"],
+)
+def test_it_is_known_however_it_is_written(written: str) -> None:
+    answer = Answer.of(400, 0.001, body=f"x {written} y".encode(), detail=f"Bad: {written}")
+    kept = without(answer, ["a/b+c=d e%"])
+    assert (kept.body, kept.detail) == (b"x (not kept) y", "Bad: (not kept)")
+
+
+def test_a_secret_that_was_cut_off_is_none_that_moves_into_what_is_kept() -> None:
+    secret = "".join(chr(97 + i % 26) for i in range(3000))
+    answer = Answer.of(400, 0.001, body=(secret.encode() * 6)[:BODY_BYTES_MAX])
+    assert without(answer, [secret]).body == b"(not kept)" * 6
+    assert secret[:50] not in str(summary(without(answer, [secret])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
@@ -149,8 +150,7 @@ async def test_who_cannot_read_an_endpoint_says_why_and_the_others_go_on(
     assert clear.usable
     assert not shop.usable
     assert shop.problem == (
-        f"its signing secret is encrypted with the key {OLD.key_id}; set OUTBOX_KEY to the key "
-        f"{OLD.key_id}, or add it behind the one that is there"
+        f"its signing secret is encrypted with the key {OLD.key_id}; set OUTBOX_KEY to that key"
     )
     with pytest.raises(CannotRun, match='endpoint "shop": its signing secret is encrypted'):
         await destinations.find(db, "relay", "shop", CLEAR)
@@ -173,10 +173,47 @@ async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection
                 actor="t",
                 vault=vault,
             )
-    # With both it is written with the first.
+    # With a new key in front it is written with the one that everybody has, until `rekey`.
     await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=BOTH)
-    keys = await db.fetch("SELECT split_part(secret, ':', 2) AS k FROM endpoint_secret ORDER BY id")
-    assert [r["k"] for r in keys] == [OLD.key_id, NEW.key_id]
+    assert await keys_in_use(db) == [OLD.key_id, OLD.key_id]
+    await rekeying.rekey(db, "relay", BOTH, actor="t")
+    await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=BOTH)
+    assert await keys_in_use(db) == [NEW.key_id] * 3
+
+
+async def test_the_first_key_comes_into_use_when_every_relay_has_it(db: Connection[Any]) -> None:
+    store = ReplicaStore(db, None)
+    await store.register(await store.reserve(), "old", "0", 30.0)
+    with pytest.raises(Conflict, match=f"the relay old has not the key {OLD.key_id}"):
+        await add(db, OLD)
+    await db.execute("DELETE FROM replica")
+    await store.register(await store.reserve(), "new", "0", 30.0, (), BOTH.key_ids)
+    await add(db, OLD)
+    assert await keys_in_use(db) == [OLD.key_id]
+
+
+async def keys_in_use(db: Connection[Any]) -> list[str | None]:
+    rows = await db.fetch("SELECT key_id FROM endpoint_secret ORDER BY endpoint_id, id")
+    return [row["key_id"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    ['{"X": {}}', '{"X": {"sealed": 5}}', '{"X": {"sealed": "x"}}', '{"X": 5}', '{"X": null}'],
+)
+async def test_a_row_that_nobody_can_read_keeps_no_other_waiting(
+    db: Connection[Any], headers: str
+) -> None:
+    await add(db, OLD, "broken")
+    await add(db, OLD, "good")
+    await db.execute("UPDATE endpoint SET headers = $1::text::jsonb WHERE name = 'broken'", headers)
+    ids = [r["id"] for r in await db.fetch("SELECT id FROM endpoint ORDER BY name")]
+    broken, good = await destinations.read(db, ids, OLD)
+    assert good.usable
+    assert broken.problem is not None
+    assert "its header x is neither a text nor encrypted" in broken.problem
+    done = await rekeying.rekey(db, "relay", BOTH, actor="t")
+    assert (done.done, len(done.locked), done.left) == (2, 1, 1)
 
 
 async def test_without_the_key_everything_else_can_be_changed(db: Connection[Any]) -> None:
@@ -220,11 +257,11 @@ async def test_everything_is_encrypted_anew(db: Connection[Any]) -> None:
 
 
 async def test_what_cannot_be_read_is_left_as_it_is(db: Connection[Any]) -> None:
+    await add(db, CLEAR, "good")
     await add(db, OLD, "lost")
-    await add(db, BOTH, "good")
     before = await db.fetchval("SELECT headers::text FROM endpoint WHERE name = 'lost'")
     done = await rekeying.rekey(db, "relay", NEW, actor="ann")
-    assert (done.done, done.secrets, len(done.locked)) == (2, 0, 1)
+    assert (done.done, done.secrets, len(done.locked), done.left) == (2, 3, 1, 3)
     assert done.locked[0].startswith('endpoint "lost": its signing secret is encrypted with')
     assert before == await db.fetchval("SELECT headers::text FROM endpoint WHERE name = 'lost'")
 
@@ -251,3 +288,42 @@ async def test_a_running_relay_without_the_key_is_not_left_behind(db: Connection
     assert (await rekeying.rekey(db, "relay", BOTH, actor="ann", force=True)).secrets == 3
     await db.execute("UPDATE replica SET expires_at = clock_timestamp() WHERE name = 'old'")
     assert (await rekeying.rekey(db, "relay", BOTH, actor="ann")).secrets == 0
+
+
+async def test_of_an_endpoint_everything_that_can_be_read_gets_the_key(db: Connection[Any]) -> None:
+    made = await add(db, OLD)
+    other = Vault(parse_keys(format_key(bytes([9]) * 32)))
+    unreadable = other.seal("whsec_lost", made.id, SIGNING)
+    await db.execute(endpoint_changes.ADD_SECRET, made.id, unreadable)
+    done = await rekeying.rekey(db, "relay", BOTH, actor="t")
+    assert (done.secrets, len(done.locked), done.left) == (3, 1, 1)
+    # Once it has ended it is in nobody's way.
+    await db.execute("UPDATE endpoint_secret SET expires_at = now() WHERE id = 2")
+    done = await rekeying.rekey(db, "relay", BOTH, actor="t")
+    assert (done.locked, done.left) == ((), 0)
+
+
+async def test_what_others_write_meanwhile_is_not_forgotten(
+    database: Database, db: Connection[Any]
+) -> None:
+    for name in "abc":
+        await add(db, OLD, name)
+    beside = await database.connect(server_settings={"search_path": "relay"})
+    looks = 0
+    pending: list[asyncio.Task[Any]] = []
+
+    def meanwhile(done: rekeying.Rekeyed) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            # Whoever has the old key alone, behind where it has looked.
+            pending.append(
+                asyncio.ensure_future(
+                    endpoint_secrets.rotate_secret(beside, "relay", "a", actor="t", vault=OLD)
+                )
+            )
+
+    done = await rekeying.rekey(db, "relay", BOTH, actor="t", on_progress=meanwhile)
+    await asyncio.gather(*pending, return_exceptions=True)
+    left = {each.key for each in await rekeying.survey(db, "relay")}
+    assert (done.left, left) == (0, {NEW.key_id})
