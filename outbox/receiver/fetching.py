@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 TIMEOUT_S = 30.0
 PAGE = 100
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
-CONFLICT = 409
+CONFLICT, TOO_MANY_REQUESTS = 409, 429
+WAIT_S_MAX = 60.0
+"""For a relay that asks to be asked less often."""
 
 
 class CannotFetch(CannotRun):
@@ -179,15 +182,22 @@ class Fetch:
         asked = urllib.request.Request(  # noqa: S310 (http or https, see __init__)
             url, headers=self._headers, method=method
         )
-        try:
-            with _OPENER.open(asked, timeout=self._timeout_s) as answer:
-                return orjson.loads(answer.read(ANSWER_BYTES_MAX))
-        except urllib.error.HTTPError as error:
-            with error:
-                kind = AlreadyAsked if error.code == CONFLICT else CannotFetch
-                raise kind(f"the relay at {self._url} answers: {_detail(error)}") from None
-        except (OSError, ValueError) as error:
-            raise CannotFetch(f"the relay at {self._url} cannot be asked: {error}") from None
+        give_up_at = time.monotonic() + WAIT_S_MAX
+        while True:
+            try:
+                with _OPENER.open(asked, timeout=self._timeout_s) as answer:
+                    return orjson.loads(answer.read(ANSWER_BYTES_MAX))
+            except urllib.error.HTTPError as error:
+                with error:
+                    wait_s = _asked_to_wait_s(error)
+                    if wait_s is None or time.monotonic() + wait_s > give_up_at:
+                        kind = AlreadyAsked if error.code == CONFLICT else CannotFetch
+                        told = f"the relay at {self._url} answers: {_detail(error)}"
+                        raise kind(told) from None
+            except (OSError, ValueError) as error:
+                raise CannotFetch(f"the relay at {self._url} cannot be asked: {error}") from None
+            # Whoever has a thousand lanes asks more often than a token may.
+            time.sleep(wait_s)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -219,6 +229,14 @@ def _page(answer: Mapping[str, Any]) -> Page:
         for item in answer["items"]
     )
     return Page(answer["kept_from"], items, answer["acknowledged"], answer["next"])
+
+
+def _asked_to_wait_s(error: urllib.error.HTTPError) -> float | None:
+    """How long the relay asks to be left alone; None: it does not."""
+    seconds = error.headers.get("Retry-After", "")
+    if error.code != TOO_MANY_REQUESTS or not (seconds.isascii() and seconds.isdigit()):
+        return None
+    return float(seconds)
 
 
 def _detail(error: urllib.error.HTTPError) -> str:

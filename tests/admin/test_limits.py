@@ -15,6 +15,7 @@ from outbox.admin.failures import FailedLogins
 from outbox.admin.limits import FAILURES, Limits
 from outbox.admin.problem import Problem
 from outbox.core.token import digest
+from outbox.receiver import fetching
 from outbox.store import dsn, fetch_tokens, tokens
 from outbox.web.address import Address
 from outbox.web.serving import serving
@@ -159,6 +160,31 @@ async def test_receivers_are_held_to_the_same(
         clock.now += 4
         assert await ask(token) == 200
         assert await ask("obf_" + "z" * 43) == 429
+
+
+async def test_a_receiver_that_fetches_more_than_it_may_waits_and_goes_on(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, waits = Clock(), []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        clock.now += seconds
+
+    monkeypatch.setattr(fetching.time, "sleep", sleep)
+    await add_endpoint(database, lanes=5)
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        token = (await fetch_tokens.add(db, "relay", "shop", actor="test")).token
+    settings = settings_for(database, dsn_source="test")
+    connections = Connections(dsn.of(settings), settings)
+    app = receivers.application(connections, FailedLogins(connections), Limits(1, clock))
+    async with connections.opened(), serving(app, HERE) as at:
+        fetch = fetching.Fetch(at.url, token)
+        lanes = [standing.lane async for standing in fetch.lanes_async()]
+        assert len(lanes) == 5
+        for lane in lanes:
+            assert (await fetch.page_async(lane, 0)).items == ()
+    assert waits == [1.0] * 4
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,24 @@ def test_who_only_looks_changes_nothing_and_is_told_whom_to_ask(
 
 
 @pytest.mark.one_major
+def test_the_owner_drops_what_relays_have_emptied(
+    outbox: Command, as_role: Callable[..., Result], filled: Database
+) -> None:
+    async def drop() -> None:
+        async with filled.connection() as owner:
+            await owner.execute("""
+                INSERT INTO relay.period (kind, number) VALUES ('events', 1);
+                UPDATE relay.period SET dropped_at = now() WHERE kind = 'events' AND number = 0
+            """)
+
+    asyncio.run(drop())
+    assert "dropped" not in as_role("relay", "migrate").out
+    told = outbox("migrate", OUTBOX_DSN=filled.dsn)
+    assert told.out.endswith("partitions of dropped periods: 1 dropped\n")
+    assert "dropped" not in outbox("migrate", OUTBOX_DSN=filled.dsn).out
+
+
+@pytest.mark.one_major
 def test_a_producer_publishes_and_cannot_look(as_role: Callable[..., Result]) -> None:
     assert as_role("producer", "publish", "a.b", "--once", "p").code == 0
     for words in LOOKING:

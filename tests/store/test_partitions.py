@@ -6,7 +6,11 @@ import asyncio
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
+from outbox.core.names import search_path
 from outbox.core.periods import AHEAD, WIDTH, Keep
+from outbox.store.migrate import migrate
 from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.retention import RetentionStore
 from tests.support.relay import publish
@@ -67,6 +71,19 @@ async def test_a_producer_in_a_long_transaction_is_not_disturbed(database: Datab
     await producer.execute(INSERT)
     await other.execute(f"SET lock_timeout = '2s'; {INSERT}")
     await producer.execute("COMMIT")
+
+
+@pytest.mark.one_major
+async def test_a_schema_of_any_name_is_rid_of_what_is_dropped(empty_database: Database) -> None:
+    for schema in ("Staging", 'odd "name'):
+        path = {"search_path": search_path(schema)}
+        connection = await empty_database.connect(server_settings=path)
+        await migrate(connection, schema)
+        await connection.execute("""
+            INSERT INTO period (kind, number) VALUES ('events', 1);
+            UPDATE period SET dropped_at = now() WHERE kind = 'events' AND number = 0
+        """)
+        assert await PartitionStore(connection).drop() == (1, 0)
 
 
 async def test_one_maintainer_at_a_time(database: Database) -> None:
