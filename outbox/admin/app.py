@@ -127,20 +127,22 @@ class _Admin:
         if route.body is not None:
             body = await read_body(request, route.body, required=route.body_required)
         try:
-            async with self._connection(route) as connection:
-                async with tenancy.steady(connection, route, caller.tenant):
-                    await tenancy.require_own(connection, route, caller.tenant, path)
-                    call: Call[Any, Any] = Call(
-                        caller,
-                        connection,
-                        self._settings,
-                        path,
-                        request.headers,
-                        query,
-                        body,
-                        self._live,
-                    )
-                    answer = await route.handler(call)
+            async with (
+                self._connection(route) as connection,
+                tenancy.steady(connection, route, caller.tenant),
+            ):
+                await tenancy.require_own(connection, route, caller.tenant, path)
+                call: Call[Any, Any] = Call(
+                    caller,
+                    connection,
+                    self._settings,
+                    path,
+                    request.headers,
+                    query,
+                    body,
+                    self._live,
+                )
+                answer = await route.handler(call)
         except Exception as error:
             told = problem.of(error)
             if told is not None and told.kind is Kind.NOT_FOUND and caller.tenant is not None:

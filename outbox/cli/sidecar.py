@@ -19,6 +19,7 @@ import outbox
 from outbox.admin.server import running as admin
 from outbox.cli.common import warn
 from outbox.cli.systemd import Supervisor
+from outbox.relay.checkpoints import SENDING_MAX
 from outbox.relay.connections import Connections
 from outbox.relay.observer import Observer
 from outbox.relay.relay import Relay, default_name
@@ -59,7 +60,8 @@ async def run(settings: Settings) -> None:
         transport = AiohttpTransport(
             EgressPolicy(settings.allow_networks),
             proxy=settings.leaves_by,
-            in_flight_max=settings.in_flight_max,
+            # Turns bound the deliveries; checkpoints are not to wait behind them twice.
+            in_flight_max=settings.in_flight_max + SENDING_MAX,
         )
         stack.push_async_callback(transport.aclose)
         relay = Relay(
