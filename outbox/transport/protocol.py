@@ -40,8 +40,6 @@ INTERIM_MAX = 32
 BODY_RAW_BYTES_MAX = 4 * BODY_BYTES_MAX
 """For a body with what it is wrapped in: chunks, their extensions, trailers."""
 _HEAD_END = b"\r\n\r\n"
-_HEADS_MAX = 8
-"""More interim answers than this in one segment are not told apart."""
 
 
 class Protocol(ResponseHandler):
@@ -54,12 +52,14 @@ class Protocol(ResponseHandler):
         super().__init__(loop)
         self._asked = False
         self._left = HEAD_BYTES_MAX
+        self._interims = 0
         self._body: StreamReader | None = None
 
     def ask(self, method: str) -> None:
         """Expect an answer to a request that is sent now."""
         self.used = self._asked = True
         self._left, self._body = HEAD_BYTES_MAX, None
+        self._interims = 0
         self.set_response_params(
             skip_payload=method == "HEAD",
             read_until_eof=True,
@@ -74,11 +74,10 @@ class Protocol(ResponseHandler):
         Raises:
             HttpProcessingError: what came is no answer.
         """
-        for _ in range(INTERIM_MAX + 1):
+        while True:
             message, body = await self.read()
             if not _interim(message):
                 return message, body
-        raise HttpProcessingError(message=f"more than {INTERIM_MAX} answers before the answer")
 
     def answered(self) -> None:
         """Expect nothing more: what still comes answers nothing."""
@@ -86,8 +85,14 @@ class Protocol(ResponseHandler):
 
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
         """Called by the parser with every head that it has read."""
-        if self._body is None and not _interim(data[0]):
-            self._left, self._body = BODY_RAW_BYTES_MAX, data[1]
+        if self._body is None:
+            if not _interim(data[0]):
+                self._left, self._body = BODY_RAW_BYTES_MAX, data[1]
+            elif self._interims < INTERIM_MAX:
+                self._interims += 1
+            else:
+                self._give_up(f"more than {INTERIM_MAX} answers before the answer")
+                return
         super().feed_data(data, size)
 
     def data_received(self, data: bytes) -> None:
@@ -95,7 +100,8 @@ class Protocol(ResponseHandler):
             self.force_close()
             self.abort()
             return
-        for _ in range(_HEADS_MAX):
+        # Head by head, and what comes after the last one at once.
+        while self._asked and self._body is None:
             end = data.find(_HEAD_END) + len(_HEAD_END)
             if end < len(_HEAD_END) or end == len(data):
                 break
@@ -111,7 +117,7 @@ class Protocol(ResponseHandler):
         wanted = data[: self._left]
         self._left -= len(wanted)
         super().data_received(wanted)
-        if data and self._left <= 0:
+        if data and self._left <= 0 and self.exception() is None:
             self._enough()
         error, payload = self.exception(), self._payload
         if error is not None and payload is not None and not payload.is_eof():
@@ -122,15 +128,16 @@ class Protocol(ResponseHandler):
     def _enough(self) -> None:
         """Read no more, and tell whoever waits for more."""
         self.force_close()
-        self._pause_transport_reading()
         if self._body is None:
-            self.set_exception(
-                HttpProcessingError(message=f"a head of over {HEAD_BYTES_MAX} bytes")
-            )
+            self._give_up(f"a head of over {HEAD_BYTES_MAX} bytes")
         elif self._body.total_bytes < BODY_BYTES_MAX and not self._body.is_eof():
             self._body.set_exception(
                 aiohttp.ClientPayloadError(f"it takes over {BODY_RAW_BYTES_MAX} bytes to send")
             )
+
+    def _give_up(self, why: str) -> None:
+        self._left = 0  # What still comes is not looked at.
+        self.set_exception(HttpProcessingError(message=why))
 
 
 def _interim(message: RawResponseMessage) -> bool:
