@@ -129,6 +129,9 @@ CREATE TABLE subscription (
     tenant      text,
     all_tenants boolean NOT NULL,
     filter      text,
+    -- Since when it counts as met, because it is slow or fails; in one line.
+    filter_stopped_at  timestamptz,
+    filter_stopped_why text,
     PRIMARY KEY (endpoint_id, from_batch)
 );
 CREATE INDEX subscription_current ON subscription (endpoint_id) WHERE to_batch IS NULL;

@@ -6,6 +6,7 @@
     outbox.endpoint.recovered    that is over
     outbox.endpoint.stalled      a lane has had no success for a day
     outbox.endpoint.disabled     it gets nothing any more, until somebody enables it
+    outbox.filter.given_up       a filter is slow or fails, and counts as met from now on
     outbox.relay.lagging         events wait to be sequenced, although somebody does
 
 They are events like any other: numbered, tried again, given up.  So they could
@@ -16,9 +17,10 @@ not told.  A dead letter or a block is told if it is of an ordinary event, a ran
 if it holds one.  A hold is told at the first failure of an ordinary delivery
 within it, whoever began it, and its end only if it was told; a stall when the
 lane owes an ordinary event.  So whatever is told took an ordinary delivery that
-failed or waits, and no such delivery leads to more than a few.  One is told
-whatever led to it: that an endpoint was disabled.  That cannot go on by itself,
-because only a person enables it again.
+failed or waits, and no such delivery leads to more than a few.  Two are told
+whatever led to them: that an endpoint was disabled, and that its filter was given
+up.  Neither can go on by itself: only a person enables it again, and a filter is
+tried again when a person changed it, or after a day.
 
 What was told of an endpoint is kept with its health (`Told`), because the next
 owner must neither repeat it nor tell of an end without its beginning.
@@ -42,6 +44,7 @@ ENDPOINT_HELD = f"{RESERVED_PREFIX}endpoint.held"
 ENDPOINT_RECOVERED = f"{RESERVED_PREFIX}endpoint.recovered"
 ENDPOINT_STALLED = f"{RESERVED_PREFIX}endpoint.stalled"
 ENDPOINT_DISABLED = f"{RESERVED_PREFIX}endpoint.disabled"
+FILTER_GIVEN_UP = f"{RESERVED_PREFIX}filter.given_up"
 RELAY_LAGGING = f"{RESERVED_PREFIX}relay.lagging"
 
 WARN_AFTER_S = 86400.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from outbox.core import pattern
 
@@ -21,8 +21,12 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
     from uuid import UUID
 
-    Refused = Mapping[str, AbstractSet[int]]
+    Refused = Mapping["Asked", AbstractSet[int]]
     """By filter, the events whose payloads do not meet it."""
+
+Asked: TypeAlias = tuple[str | None, str]
+"""A filter of a tenant's endpoints, or of those without one: what a tenant's events make of a
+filter is no matter of others that have the same."""
 
 NONE_REFUSED: Refused = MappingProxyType({})
 
@@ -53,7 +57,12 @@ class Route:
     all_tenants: bool
     lane_ids: tuple[int, ...]
     filter: str | None = None
-    """The inside of SQL/JSON path's `$ ? (…)`."""
+    """The inside of SQL/JSON path's `$ ? (…)`; None also while it is stopped."""
+
+    @property
+    def asked(self) -> Asked | None:
+        """What has to be asked about each event; None: nothing."""
+        return None if self.filter is None else (self.tenant, self.filter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +122,7 @@ class Router:
         self._routes: list[tuple[Route, list[re.Pattern[str]]]] = [
             (route, [pattern.parse(p) for p in route.types]) for route in routes
         ]
-        self._has_filters = any(route.filter is not None for route, _ in self._routes)
+        self.filters = {asked for route, _ in self._routes if (asked := route.asked) is not None}
         self._matches: OrderedDict[tuple[str | None, str], tuple[Route, ...]] = OrderedDict()
 
     def match(self, tenant: str | None, type: str) -> tuple[Route, ...]:  # noqa: A002
@@ -146,20 +155,21 @@ class Router:
                 return n
         return len(events)
 
-    def questions(self, events: Iterable[Sighting]) -> dict[str, list[int]]:
+    def questions(self, events: Iterable[Sighting]) -> dict[Asked, list[int]]:
         """The filters that have to be evaluated, each with the events it is about."""
-        asked: dict[str, list[int]] = {}
-        if self._has_filters:
+        asked: dict[Asked, list[int]] = {}
+        if self.filters:
             for event in events:
                 routes = self.match(event.tenant, event.type)
-                for text in {route.filter for route in routes if route.filter is not None}:
-                    asked.setdefault(text, []).append(event.id)
+                for each in {route.asked for route in routes}:
+                    if each is not None:
+                        asked.setdefault(each, []).append(event.id)
         return asked
 
     def lanes(self, event: Sighting, refused: Refused = NONE_REFUSED) -> Iterable[int]:
         """The lane of every subscribed endpoint for this event."""
         for route in self.match(event.tenant, event.type):
-            if route.filter is None or event.id not in refused.get(route.filter, ()):
+            if (asked := route.asked) is None or event.id not in refused.get(asked, ()):
                 yield route.lane_ids[event.spread % len(route.lane_ids)]
 
     def lanes_of(self, events: Iterable[Sighting], refused: Refused = NONE_REFUSED) -> set[int]:

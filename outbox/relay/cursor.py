@@ -22,10 +22,12 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from outbox.core.filter_time import AGAIN_AFTER_S
 from outbox.core.gaps import CursorState, GapTracker, Holders, Step
 from outbox.core.news import LATER
 from outbox.core.sequencing import Deliveries, Router, number
 from outbox.errors import CursorBroken
+from outbox.relay.filtering import Filtering
 from outbox.relay.replaying import Replaying, Taken
 from outbox.store.reading import AWAKE
 from outbox.store.records import Fenced
@@ -36,8 +38,9 @@ if TYPE_CHECKING:
 
     from outbox.config import Settings
     from outbox.core.request import Delivery
-    from outbox.core.sequencing import Refused, Sighting
+    from outbox.core.sequencing import Asked
     from outbox.store.cursor import CursorStore, Lock
+    from outbox.store.filters import Stopped
     from outbox.store.lanes import LoadedLane
 
 log = structlog.get_logger("outbox.sequencer")
@@ -79,7 +82,7 @@ class _Draft:
     events: int
     deliveries: Deliveries
     taken: Taken
-    failed: Mapping[str, str]
+    failed: Mapping[Asked, Stopped]
     awake: bool
     """Whether producers need not notify any more."""
     began_at: tuple[datetime | None, float]
@@ -146,13 +149,12 @@ class Cursor:
         self._counters: dict[int, int] = {}
         self._router: Router | None = None
         self._version = 0
-        self._replaying = Replaying(store.replaying, store.routing, self._ask_filters)
+        self._filtering = Filtering(store)
+        self._replaying = Replaying(store.replaying, store.routing, self._filtering.ask)
         # Who held the sequence's lock when the last read was done; None: not known.
         self._holders: Holders | None = None
         # When the last read began that saw all that was committed, by the database's clock.
         self._complete_at: datetime | None = None
-        # Filters that failed, and are not asked again until something changes.
-        self._unfit: set[str] = set()
         self.leads = False
         """Whether this replica was the leader when it last looked."""
         self.awake = True
@@ -174,6 +176,7 @@ class Cursor:
         self._version = 0
         self._router = None
         self._replaying.forget()
+        self._filtering.forget()
         self.leads = False
 
     @property
@@ -308,8 +311,8 @@ class Cursor:
             self._router = None
         if self._router is None or lock.version != self._version:
             self._version = lock.version
-            self._router = Router(await self._store.routing.routes())
-            self._unfit.clear()
+            self._router = Router(await self._store.routing.routes(AGAIN_AFTER_S))
+            self._filtering.recall(self._router)
             await self._replaying.recall()
         return self._state, self._router
 
@@ -348,7 +351,7 @@ class Cursor:
         step = tracker.close([e.id for e in events], cut, after, clock())
         self.awake = reading.wakeup == AWAKE
         self.more = cut
-        refused, failed = await self._ask_filters(router, events)
+        refused, failed = await self._filtering.ask(router, events)
         lanes = router.lanes_of(events, refused) | {r.lane_id for r in taken.replays}
         unknown = lanes - self._counters.keys()
         if unknown:
@@ -358,18 +361,6 @@ class Cursor:
         failed = {**failed, **taken.failed}
         at = (reading.began_at, began_at)
         return _Draft(step, len(events), deliveries, taken, failed, awake, at, cut)
-
-    async def _ask_filters(
-        self, router: Router, events: Sequence[Sighting]
-    ) -> tuple[Refused, Mapping[str, str]]:
-        """By filter, the events that do not meet it; and those that fail, with the reason."""
-        questions = router.questions(events)
-        for unfit in self._unfit & questions.keys():
-            del questions[unfit]
-        if not questions:
-            return {}, {}
-        async with self._store.transaction():
-            return await self._store.filters.refused(questions)
 
     async def _write(self, state: CursorState, draft: _Draft) -> dict[int, list[Delivery]] | None:
         """The statement that writes the batch; None if it did nothing."""
@@ -398,11 +389,10 @@ class Cursor:
         if draft.taken.unblocked:
             await self._replaying.tell_owners()
         if draft.failed:
-            self._unfit |= draft.failed.keys()
             actor = f"replica {self._me}"
-            await self._store.filters.tell(draft.failed, state.batch + 1, actor)
-            for text, why in draft.failed.items():
-                log.error("a filter counts as met from now on", filter=text, reason=why)
+            await self._store.filters.stop(draft.failed, state.batch + 1, actor, AGAIN_AFTER_S)
+            for (_, text), stopped in draft.failed.items():
+                log.error("a filter counts as met from now on", filter=text, reason=stopped.why)
 
     def _taken_in(self, draft: _Draft) -> None:
         """What was read is sequenced, or there was nothing."""
@@ -416,6 +406,7 @@ class Cursor:
         """The batch is durable: what it knows may be remembered and told."""
         step = draft.step
         self._taken_in(draft)
+        self._filtering.told(draft.failed)
         self._replaying.took(draft.taken)
         if draft.events:
             self._replaying.live()

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from outbox.core.pacing import Share
-    from outbox.core.sequencing import Helping, Refused, Router, Sighting
+    from outbox.core.sequencing import Asked, Helping, Refused, Router, Sighting
+    from outbox.store.filters import Stopped
     from outbox.store.replaying import ReplayingStore
     from outbox.store.routing import RoutingStore
 
-    Ask = Callable[[Router, Sequence[Sighting]], Awaitable[tuple[Refused, Mapping[str, str]]]]
-    """Which events do not meet which filter, and which filters failed."""
+    Failed = Mapping[Asked, Stopped]
+    Ask = Callable[[Router, Sequence[Sighting]], Awaitable[tuple[Refused, Failed]]]
+    """Which events do not meet which filter, and which filters are stopped."""
 
 log = structlog.get_logger("outbox.sequencer")
 
@@ -35,8 +37,8 @@ class Taken:
     moves: list[Move] = field(default_factory=list)
     ends: list[Share] = field(default_factory=list)
     """Of parts of which nothing is left."""
-    failed: dict[str, str] = field(default_factory=dict)
-    """Filters, and why."""
+    failed: dict[Asked, Stopped] = field(default_factory=dict)
+    """Filters that are stopped."""
     unblocked: bool = False
     """A lane goes on that waited for a decision."""
 

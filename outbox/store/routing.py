@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
     from outbox.core.pacing import Share
 
-# A paused endpoint's deliveries are numbered, though none is sent.
+# A paused endpoint's deliveries are numbered, though none is sent.  A filter that was
+# stopped less than so many seconds ago counts as met.
 READ_ROUTES = """
-SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants, s.filter,
+SELECT s.endpoint_id, s.types, s.tenant, s.all_tenants,
+       CASE WHEN s.filter_stopped_at > clock_timestamp() - make_interval(secs => $1) THEN NULL
+            ELSE s.filter END AS filter,
        array(SELECT l.id FROM lane l
               WHERE l.endpoint_id = e.id AND l.generation = e.generation
               ORDER BY l.slot) AS lane_ids
@@ -130,8 +133,12 @@ class RoutingStore:
     def __init__(self, connection: Connection[Any]) -> None:
         self._db = connection
 
-    async def routes(self) -> list[Route]:
-        """Every current subscription with its lanes."""
+    async def routes(self, stopped_for_s: float) -> list[Route]:
+        """Every current subscription with its lanes.
+
+        Args:
+            stopped_for_s: a filter that was stopped is not asked for so long.
+        """
         return [
             Route(
                 r["endpoint_id"],
@@ -141,7 +148,7 @@ class RoutingStore:
                 tuple(r["lane_ids"]),
                 r["filter"],
             )
-            for r in await self._db.fetch(READ_ROUTES)
+            for r in await self._db.fetch(READ_ROUTES, stopped_for_s)
         ]
 
     async def replays(self, shares: Sequence[Share]) -> list[Helping]:

@@ -195,14 +195,17 @@ def test_a_filter_is_asked_about_what_else_would_go_to_its_endpoint_and_then_dec
             (event.id, route) for event in batch for route in made if subscribes(route, event)
         }
         questions = router.questions(batch)
-        assert {(text, event) for text, ids in questions.items() for event in ids} == {
-            (route.filter, event) for event, route in wanted if route.filter is not None
+        # Each tenant's for itself.
+        assert {(asked, event) for asked, ids in questions.items() for event in ids} == {
+            ((route.tenant, route.filter), event)
+            for event, route in wanted
+            if route.filter is not None
         }
         assert all(ids == sorted(set(ids)) for ids in questions.values())
         refused = {
-            text: {event for event in ids if not MEETS[text](event)}
-            for text, ids in questions.items()
-            if text not in unanswered
+            asked: {event for event in ids if not MEETS[asked[1]](event)}
+            for asked, ids in questions.items()
+            if asked[1] not in unanswered
         }
         lanes = router.lanes_of(batch, refused)
         out = number(router, batch, [], dict.fromkeys(lanes, 0), refused)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 
 from outbox.store import endpoint_changes
-from outbox.store.filters import FilterStore
+from outbox.store.filters import READ_MET, FilterStore, NotSaid
 from tests.support.relay import (
     Network,
     add_endpoint,
@@ -18,12 +20,17 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.costly
 
+LARGE = {"total": 150, "n": [0] * 80_000}
+SLOW = " || ".join(f"@.n[*] == -{n}" for n in range(1, 60))
+LESS = " || ".join(f"@.n[*] == -{n}" for n in range(1, 16))
+"""A little less than would be stopped for itself."""
 PAYLOADS = [
     {"total": 50},
     {"total": 150},
@@ -89,30 +96,120 @@ async def test_a_filter_that_cannot_be_evaluated_stops_nobody(
     assert await exceptions(database) == {}
 
 
-async def test_a_filter_that_takes_too_long_counts_as_met_and_the_journal_says_so(
+async def test_a_filter_that_takes_too_long_counts_as_met_and_is_told_of(
+    database: Database,
+) -> None:
+    await add_endpoint(database, "slow", filter=SLOW)
+    await add_endpoint(database, "again", filter=SLOW)
+    await add_endpoint(database, "good", filter="@.total > 100")
+    await add_endpoint(database, "watcher", types=["outbox.filter.given_up"])
+    network = Network()
+    async with running(database, network):
+        await publish(database, LARGE, {"total": 150}, {"total": 50})
+        await all_ended(database)
+    assert got(network, "slow") == [LARGE, {"total": 150}, {"total": 50}]
+    assert got(network, "good") == [LARGE, {"total": 150}]
+    async with database.at_hand() as connection:
+        rows = await connection.fetch(
+            """SELECT e.name, j.data ->> 'filter' AS filter, j.data ->> 'why' AS why
+                 FROM journal j LEFT JOIN endpoint e ON e.id = j.endpoint_id
+                WHERE j.kind = 'filter_given_up' ORDER BY e.name"""
+        )
+    assert [(r["name"], r["filter"]) for r in rows] == [("again", SLOW), ("slow", SLOW)]
+    assert all("too long" in r["why"] for r in rows)
+    told = [data for data in got(network, "watcher") if isinstance(data, dict)]
+    assert sorted(data["endpoint"]["name"] for data in told) == ["again", "slow"]
+    assert {(data["filter"], data["reason"]) for data in told} == {(SLOW, "slow")}
+    assert await exceptions(database) == {}
+
+
+async def test_a_filter_that_was_stopped_is_not_tried_by_the_next_leader_until_it_is_changed(
+    database: Database,
+) -> None:
+    await add_endpoint(database, "slow", filter=SLOW)
+    network = Network()
+    for _ in range(2):
+        async with running(database, network):
+            await publish(database, LARGE)
+            await all_ended(database)
+    journalled = "SELECT count(*) FROM journal WHERE kind = 'filter_given_up'"
+    assert await fetchval(database, journalled) == 1
+    async with running(database, network):
+        async with database.connection(server_settings={"search_path": "relay"}) as connection:
+            await endpoint_changes.update(
+                connection, "relay", "slow", lambda old: replace(old, filter="@.no == 1"), actor="t"
+            )
+        await publish(database, LARGE)
+        await all_ended(database)
+    assert len(got(network, "slow")) == 2
+    stopped = "SELECT count(*) FROM subscription WHERE to_batch IS NULL AND filter_stopped_at > $1"
+    assert await fetchval(database, stopped, datetime(2000, 1, 1, tzinfo=UTC)) == 0
+
+
+async def test_a_filter_that_is_slow_for_one_tenant_is_not_stopped_for_another(
+    database: Database,
+) -> None:
+    for tenant in ("a", "b"):
+        await add_endpoint(database, tenant, filter=SLOW, tenant=tenant)
+    network = Network()
+    async with running(database, network):
+        await publish(database, LARGE, tenant="a")
+        await publish(database, {"n": [1]}, {"n": [2]}, tenant="b")
+        await all_ended(database)
+    assert got(network, "a") == [LARGE]
+    assert got(network, "b") == []
+
+
+async def test_a_database_that_is_slow_for_everybody_gets_no_filter_stopped(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "outbox.store.filters.READ_MET",
-        """
-        SELECT id FROM (
-            SELECT 1 AS id, $1::bigint[] AS ids,
-                   pg_sleep(CASE WHEN $2::text LIKE '%slow%' THEN 60 ELSE 0 END)::text AS slept
-            OFFSET 0) AS event
-         WHERE slept = 'never'
-        """,
+        READ_MET.replace("SELECT asked.n", "SELECT pg_sleep(0.6) IS NULL, asked.n"),
     )
-    await add_endpoint(database, "slow", filter='@.name == "slow"')
-    await add_endpoint(database, "none", filter="@.total > 100")
+    await add_endpoint(database, "good", filter="@ > 10")
     network = Network()
     async with running(database, network):
-        await publish(database, 1)
-        await publish(database, 2)
+        await publish(database, 15)
+        await publish(database, 16)
         await all_ended(database)
-    assert got(network, "slow") == [1, 2]
-    assert got(network, "none") == []
-    told = "SELECT count(*) FROM journal WHERE kind = 'filter_given_up'"
-    assert await fetchval(database, told) == 1
+    assert await fetchval(database, "SELECT count(*) FROM journal WHERE kind LIKE 'filter%'") == 0
+    assert got(network, "good") == [15, 16]
+
+
+async def test_many_filters_that_each_take_a_little_less_do_not_hold_up_the_others(
+    database: Database,
+) -> None:
+    """Alone, each of them would be let off; of one tenant, and of none."""
+    for n in range(30):
+        tenant = "t" if n % 2 else None
+        await add_endpoint(database, f"a{n}", filter=f"{LESS} || @.no == {n}", tenant=tenant)
+    await add_endpoint(database, "good", filter="@.total > 100", types=["good"])
+    network = Network()
+    clock = asyncio.get_running_loop().time
+    began_at = clock()
+    async with running(database, network):
+        # Each batch of these would take them three seconds.
+        for n in range(60):
+            await publish(database, {"n": [0] * 8_000}, tenant="t" if n % 2 else None)
+        await publish(database, {"total": 150}, type="good")
+        await until(lambda: got(network, "good"), 60, "the good one")
+        took_s = clock() - began_at
+        began_at = clock()
+        await publish(database, {"total": 160}, type="good")
+        await until(lambda: len(got(network, "good")) == 2, 10, "the good one")
+        after_s = clock() - began_at
+        await all_ended(database)
+    stopped = await fetchval(
+        database, "SELECT count(*) FROM subscription WHERE filter_stopped_at IS NOT NULL"
+    )
+    print(took_s, after_s, stopped)
+    assert stopped > 10
+    assert not await fetchval(
+        database,
+        """SELECT count(*) FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
+            WHERE e.name = 'good' AND s.filter_stopped_at IS NOT NULL""",
+    )
     assert await exceptions(database) == {}
 
 
@@ -132,19 +229,20 @@ async def test_a_filter_that_is_changed_holds_from_the_next_batch(database: Data
     assert await exceptions(database) == {}
 
 
-async def test_a_time_budget_is_the_filters_alone_and_grows_with_what_it_is_asked(
+async def test_a_question_is_cut_off_in_its_time_and_the_transaction_goes_on(
     database: Database,
 ) -> None:
     await publish(database, *range(3))
-    asked: list[str] = []
+    ids = [1, 2, 3]
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
-        connection.add_query_logger(lambda query: asked.append(query.query))
-        ids = [1, 2, 3]
+        filters = FilterStore(connection)
         async with connection.transaction():
-            refused, failed = await FilterStore(connection).refused(
-                {"@ > 1": ids, "@ >": [1], "@ < 1": ids}
-            )
+            await filters.begin()
+            assert await filters.ask([("@ > 0", ids), ("@ < 1", ids)], 1.0) == [{2, 3}, {1}]
+            failed = await filters.ask([("@ > 0", ids), ("@ >", [1])], 1.0)
+            assert isinstance(failed, NotSaid)
+            assert not failed.cut_off
+            assert await filters.ask([("@ > 1", ids)], 1.0) == [{3}]
+            assert await connection.fetchval("SHOW statement_timeout") == "1s"
+            await filters.end()
             assert await connection.fetchval("SHOW statement_timeout") == "0"
-    assert (refused, [*failed]) == ({"@ > 1": {1, 2}, "@ < 1": {2, 3}}, ["@ >"])
-    budgets = [int(sql.split()[-1]) for sql in asked if sql.startswith("SET LOCAL")]
-    assert budgets[0] == budgets[2] > budgets[1] > 0

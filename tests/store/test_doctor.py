@@ -420,6 +420,25 @@ async def test_endpoints_that_somebody_stopped(database: Database, db: Connectio
 
 
 @pytest.mark.one_major
+async def test_endpoints_whose_filters_are_stopped(database: Database, db: Connection[Any]) -> None:
+    for name in ("slow", "tried again", "good"):
+        await add_endpoint(database, name, filter="@.total > 100")
+    assert await told(db, "filters") == []
+    await db.execute(
+        """UPDATE subscription SET filter_stopped_why = 'it took too long',
+                  filter_stopped_at = now() - CASE e.name WHEN 'slow' THEN interval '10 min'
+                                                   ELSE interval '2 d' END
+             FROM endpoint e WHERE e.id = endpoint_id AND e.name <> 'good'"""
+    )
+    (slow,) = await told(db, "filters")
+    assert slow.says == (
+        'the filter of endpoint "slow" counts as met since 10 min (it took too long): '
+        "it gets too much"
+    )
+    assert "outbox endpoint update slow --filter" in str(slow.do)
+
+
+@pytest.mark.one_major
 async def test_endpoints_whose_receivers_fail(database: Database, db: Connection[Any]) -> None:
     for state in ("failing", "refusing", "recovering", "healthy"):
         await add_endpoint(database, state)

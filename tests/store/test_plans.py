@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.checkpoint import GIVEN_UP_MAX
+from outbox.core.filter_time import AGAIN_AFTER_S
 from outbox.core.gaps import Step
 from outbox.core.sequencing import Deliveries
 from outbox.core.steps import AttemptRow, DeadLetter, DeadRange, Gone, Progress, Record
@@ -229,7 +230,7 @@ async def _history(log: LongLog) -> Case:
 
 
 async def _routes(log: LongLog) -> Case:
-    return Case(routing.READ_ROUTES, (), LANES + ENDPOINTS * (ENDPOINTS + 1), 400)
+    return Case(routing.READ_ROUTES, (AGAIN_AFTER_S,), LANES + ENDPOINTS * (ENDPOINTS + 1), 400)
 
 
 async def _counters_of_some(log: LongLog) -> Case:

@@ -80,6 +80,7 @@ _LIVE: tuple[tuple[str, Check], ...] = (
     ("owners", relays.owners),
     ("endpoints", endpoints.states),
     ("health", endpoints.health),
+    ("filters", endpoints.filters),
     ("blocked lanes", lanes.blocked),
     ("failing lanes", lanes.failing),
     ("old lanes", lanes.generations),

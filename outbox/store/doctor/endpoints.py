@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.core.answer import in_words, outcome
+from outbox.core.filter_time import AGAIN_AFTER_S
 from outbox.store.doctor.finding import ROWS_MAX, age, listed, many, ok, problem, rest, warning
 from outbox.store.rekeying import KEPT
 
@@ -57,6 +58,17 @@ SELECT e.name, h.state, extract(epoch FROM clock_timestamp() - h.since)::float8 
   FROM endpoint_health h JOIN endpoint e ON e.id = h.endpoint_id
  WHERE e.state = 'active' AND (h.state <> 'healthy' OR h.held_until > clock_timestamp())
  ORDER BY h.since LIMIT $1
+"""
+
+# The same for as long as the sequencer does not ask about them.
+FILTERS = """
+SELECT e.name, s.filter_stopped_why AS why,
+       extract(epoch FROM clock_timestamp() - s.filter_stopped_at)::float8 AS since_s,
+       count(*) OVER () AS total
+  FROM subscription s JOIN endpoint e ON e.id = s.endpoint_id
+ WHERE s.to_batch IS NULL AND s.filter_stopped_at > clock_timestamp() - make_interval(secs => $2)
+   AND e.state IN ('active', 'paused')
+ ORDER BY s.filter_stopped_at LIMIT $1
 """
 
 
@@ -197,3 +209,20 @@ def _health(row: Any) -> Said:
             return warning(f"{who} is {row['state']}{until}", "its receiver asked for that")
         case _:
             return ok(f"{who} is {row['state']} since {since}")
+
+
+async def filters(look: Look) -> AsyncIterator[Said]:
+    """Whose conditions are not asked any more."""
+    rows = await look.db.fetch(FILTERS, ROWS_MAX, AGAIN_AFTER_S)
+    for row in rows:
+        name = shlex.quote(row["name"])
+        yield warning(
+            f'the filter of endpoint "{row["name"]}" counts as met since {age(row["since_s"])} '
+            f"({row['why']}): it gets too much",
+            f"make it simpler: outbox endpoint update {name} --filter …; else it is tried again "
+            "after a day",
+        )
+    for said in rest(rows, LIST):
+        yield said
+    if not rows:
+        yield ok("every filter is evaluated")

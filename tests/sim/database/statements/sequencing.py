@@ -134,7 +134,7 @@ def read_counters(db: Database, tx: Transaction, lane_ids: Sequence[int]) -> lis
 
 
 @answers(routing.READ_ROUTES)
-def read_routes(db: Database, tx: Transaction) -> list[Row]:
+def read_routes(db: Database, tx: Transaction, stopped_for_s: float) -> list[Row]:
     found = []
     for s in tx.rows(db.subscription):
         e = tx.get(db.endpoint, s["endpoint_id"])
