@@ -9,9 +9,8 @@ batch, for `AGAIN_AFTER_S` or until the endpoint is changed.
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias
-
-import structlog
 
 from outbox.core.filter_time import SLOW_SHARE, FilterTime, is_noted, most_s
 from outbox.store.filters import ALWAYS_MET, NotSaid, Reason, Stopped
@@ -22,12 +21,13 @@ if TYPE_CHECKING:
     from outbox.core.sequencing import Asked, Refused, Router, Sighting
     from outbox.store.cursor import CursorStore
 
-log = structlog.get_logger("outbox.sequencer")
-
 LOOKS_MAX = 5_000
 """Of filters at payloads, in a statement about many filters."""
 TOGETHER_S, TOGETHER_EACH_S = 0.1, 0.0001
 """Such a statement gets so long, for itself and for each look."""
+
+PATIENCE, PATIENCE_MAX = 4.0, 16.0
+"""So many times as long, and in all, has who is cut off because the database is slow."""
 
 Questions: TypeAlias = "list[tuple[Asked, list[int]]]"
 
@@ -116,38 +116,48 @@ class Filtering:
     ) -> dict[Asked, Stopped]:
         """Ask one after the other, and charge them; returns those that are to be stopped."""
         stopped: dict[Asked, Stopped] = {}
-        reference_s: float | None = None
+        reference = _Reference(self._store)
         for asked, ids in questions:
             if asked in self._stopped:
                 continue  # Its tenant's time ran out with another one.
-            for is_last in (False, True):
-                limit_s = self._time.limit_s(asked, len(ids), _now())
-                began_at = _now()
-                met = await self._store.filters.ask([(asked[1], ids)], limit_s)
-                took_s = _now() - began_at
-                if isinstance(met, NotSaid) and not met.cut_off:
-                    self._time.charge(asked, took_s, 0.0, _now())
-                    stopped[asked] = Stopped(Reason.FAILS, met.why)
-                    break
-                noted = is_noted(took_s, len(ids))
-                if noted and reference_s is None:
-                    reference_s = await self._reference_s(ids)
-                excused_s = (reference_s or 0.0) * len(ids)
-                self._time.charge(asked, took_s, excused_s, _now())
-                if not isinstance(met, NotSaid):
-                    refused[asked] = set(ids) - met[0]
-                    if not noted:
-                        self._trusted.add(asked)
-                    break
-                if excused_s >= SLOW_SHARE * took_s:
-                    log.warning("the database is too slow to evaluate a filter", filter=asked[1])
-                    break
-                if is_last:
-                    stopped[asked] = Stopped(Reason.SLOW, "it took too long")
+            answer = await self._ask_one(asked, ids, reference)
+            if isinstance(answer, Stopped):
+                stopped[asked] = answer
+            else:
+                refused[asked] = set(ids) - answer
             for over in self._time.over(_now()):
                 stopped.setdefault(over, Stopped(Reason.SLOW, "it took too much of the time"))
             self._stop(stopped)
         return stopped
+
+    async def _ask_one(
+        self, asked: Asked, ids: list[int], reference: _Reference
+    ) -> set[int] | Stopped:
+        """The events that meet a filter, which has a second chance; and while the database
+        is slow, a few more, with more time."""
+        chances, patience = 2, 1.0
+        while True:
+            limit_s = patience * self._time.limit_s(asked, len(ids), _now())
+            began_at = _now()
+            met = await self._store.filters.ask([(asked[1], ids)], limit_s)
+            took_s = _now() - began_at
+            noted = is_noted(took_s, len(ids))
+            excused_s = await reference.of(ids) if noted else 0.0
+            if not isinstance(met, NotSaid):
+                self._time.charge(asked, took_s, excused_s, _now())
+                if not noted:
+                    self._trusted.add(asked)
+                return met[0]
+            if not met.cut_off:
+                self._time.charge(asked, took_s, 0.0, _now())
+                return Stopped(Reason.FAILS, met.why)
+            if excused_s >= SLOW_SHARE * took_s and patience < PATIENCE_MAX:
+                patience *= PATIENCE
+                continue
+            self._time.charge(asked, took_s, excused_s, _now())
+            chances -= 1
+            if not chances:
+                return Stopped(Reason.SLOW, "it took too long")
 
     def _stop(self, stopped: Mapping[Asked, Stopped]) -> None:
         for asked in stopped.keys() - self._stopped:
@@ -155,11 +165,23 @@ class Filtering:
             self._trusted.discard(asked)
             self._untold[asked] = stopped[asked]
 
-    async def _reference_s(self, ids: list[int]) -> float:
-        """What a condition takes for each event that is always met."""
-        began_at = _now()
-        await self._store.filters.ask([(ALWAYS_MET, ids)], most_s(len(ids)))
-        return (_now() - began_at) / len(ids)
+
+class _Reference:
+    """What a condition that is always met takes in this batch, once somebody has to know."""
+
+    def __init__(self, store: CursorStore) -> None:
+        self._store = store
+        self._each_s: float | None = None
+
+    async def of(self, ids: list[int]) -> float:
+        """What it takes for so many events as these."""
+        if self._each_s is None:
+            began_at = _now()
+            limit_s = PATIENCE * most_s(len(ids))
+            met = await self._store.filters.ask([(ALWAYS_MET, ids)], limit_s)
+            cut_off = isinstance(met, NotSaid)
+            self._each_s = inf if cut_off else (_now() - began_at) / len(ids)
+        return self._each_s * len(ids)
 
 
 def _now() -> float:
