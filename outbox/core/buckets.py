@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+RESOLUTION_S = 1e-6
+"""Less than this is what adding up large and small numbers leaves."""
 IPV6_PREFIX_BITS = 64
 """Whoever has one address of version 6 has all of such a network."""
 
@@ -42,7 +44,8 @@ class Buckets:
 
     def wait_s(self, key: Hashable, now: float) -> float:
         """How long until there is something to take; 0: there is."""
-        return max(self._next(key, now) - now - self._allowance.burst / self._allowance.per_s, 0.0)
+        wait_s = self._next(key, now) - now - self._allowance.burst / self._allowance.per_s
+        return wait_s if wait_s > RESOLUTION_S else 0.0
 
     def take(self, key: Hashable, now: float) -> float:
         """Take one; what is returned is as of `wait_s`, and above 0 nothing was taken."""
