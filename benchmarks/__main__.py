@@ -16,6 +16,7 @@ from benchmarks import (
     deliveries,
     failover,
     horizon,
+    hostile,
     latency,
     memory,
     pages,
@@ -48,6 +49,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "pages": pages.measure,
     "horizon": horizon.measure,
     "receiving": receiving.measure,
+    "hostile": hostile.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
 

@@ -87,6 +87,12 @@ TITLES = {
         "for ten minutes of that and keeps every dead row; in turns with a database where there "
         "is none.",
     ),
+    "hostile": (
+        "Hostile receivers",
+        "Milliseconds from sending COMMIT to a good receiver, 8 lanes, 100 events a second, while "
+        "the same relay delivers to two hundred endpoints that drip, flood, hang, reset, and send "
+        "bombs and forgeries; in turns with a relay without them. And the relay's resident size.",
+    ),
 }
 """Of every section: what it is called, and what it says."""
 

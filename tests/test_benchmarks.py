@@ -16,6 +16,7 @@ from benchmarks import (
     deliveries,
     failover,
     horizon,
+    hostile,
     latency,
     memory,
     receiving,
@@ -53,6 +54,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
             *await commands.run(stage, 1, Past(200, 20, 10)),
             *await horizon.run(stage, 0.4, 1, 0.4),
             *await receiving.measure(stage, 1, quick=True),
+            *await hostile.run(stage, 1, 50, 0.4, 0.4),
         ]
 
     monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})
@@ -65,7 +67,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
     # Several each of most of them.
-    assert len(rows) == 1 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1
+    assert len(rows) == 1 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1 + 2
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()
