@@ -28,8 +28,9 @@ def parse_proxy(text: str) -> Proxy:
         ValueError: what is wrong, without the name of the setting and without the text, which
             may hold a password.
     """
+    text = text.strip()
     try:
-        url = urlsplit(text.strip())
+        url = urlsplit(text)
         port = url.port
     except ValueError:
         raise ValueError(_FORM) from None

@@ -538,6 +538,15 @@ def test_a_test_goes_nowhere_that_the_relay_would_not(here: Command) -> None:
     assert missing.code == 2
 
 
+def test_a_test_leaves_by_the_proxy_that_the_relay_leaves_by(here: Command) -> None:
+    here("endpoint", "add", "a", "https://shop.example/")
+    nobody = f"http://me:hunter2@127.0.0.1:{free_port()}"
+    result = here("endpoint", "test", "a", "--json", OUTBOX_PROXY=nobody)
+    assert result.json["failure"] == "connect"
+    assert result.json["detail"].startswith("the proxy: connection refused at 127.0.0.1:")
+    assert "hunter2" not in result.out + result.err
+
+
 def test_no_hostile_url_becomes_an_endpoints(outbox: Command) -> None:
     """They are refused before a database is asked."""
     for url in hostile.URLS:

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 import pytest
 
+from outbox.transport import connector
 from outbox.transport.client import AiohttpTransport
 from outbox.transport.resolving import Unresolved
-from tests.transport.conformance import LOOPBACK, Make, TransportConformance
+from tests.transport.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.transport.guarding import Guarding, authority, connected
 from tests.transport.receivers import HostileReceivers
+from tests.transport.servers import OK, answering, serving
 
 if TYPE_CHECKING:
     import ssl
@@ -58,3 +61,20 @@ class TestAiohttp(TransportConformance, Guarding, HostileReceivers):
             )
 
         return make
+
+
+async def test_kept_connections_are_those_of_a_bounded_number_of_targets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the one that was used longest ago they are closed; what is in use stays."""
+    monkeypatch.setattr(connector, "POOLS_MAX", 2)
+    async with AsyncExitStack() as stack:
+        transport = await stack.enter_async_context(closing(AiohttpTransport(LOOPBACK)))
+        servers = [await stack.enter_async_context(serving(answering(OK))) for _ in range(3)]
+        for n in (0, 1, 0, 2):
+            assert (await transport.send(to(servers[n]))).status == 200
+        await servers[1].ended()
+        assert [bool(server._tasks) for server in servers] == [True, False, True]
+        for n in (0, 1, 2):
+            assert (await transport.send(to(servers[n]))).status == 200
+        assert [server.connections for server in servers] == [1, 2, 2]
