@@ -8,7 +8,8 @@ transaction alive.
     key         1 to 512 bytes
     tenant      1 to 255 bytes
     once        1 to 512 bytes; once_for: more than 0, at most a century
-    headers     names and values that HTTP can carry; 8192 bytes as JSON
+    headers     names and values that HTTP can carry; 8192 bytes as JSON, and (told here
+                alone) 64 of them
     payload     JSON that jsonb can hold; the size is a setting of the database
     deliver_at  a time that says its zone
 """
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.headers import header_problem
+from outbox.core.headers import WIRE_COUNT_MAX, header_problem
 from outbox.core.pattern import RESERVED_PREFIX, TYPE_BYTES_MAX
 from outbox.errors import InvalidEvent
 
@@ -87,6 +88,8 @@ def encode_headers(headers: Mapping[str, str] | None) -> str | None:
         if problem is not None:
             raise InvalidEvent("headers", f"{_short(name)} {problem}")
         seen.add(name.lower())
+    if len(seen) > WIRE_COUNT_MAX:
+        raise InvalidEvent("headers", f"{len(seen)} of them, the limit is {WIRE_COUNT_MAX}")
     # Written as jsonb writes itself, so that the size is the database's.
     text = json.dumps(dict(headers), ensure_ascii=False)
     if len(text) > HEADERS_BYTES_MAX:

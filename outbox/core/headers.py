@@ -6,6 +6,10 @@ framed, or where it goes.  Such headers, and those whose name or value HTTP/1.1
 cannot carry unharmed (RFC 9110, 5.5 and 5.6.2; values outside ASCII have no
 agreed meaning), are refused where somebody can be told, and left out where
 nobody can: a bad header never stops a delivery.
+
+Both together have a bound on the wire, since receivers have one: what they all take is some
+16 KiB and a hundred headers, ours included.  The endpoint's come first, because its receiver
+may let nobody in without them; of the event's those are left out that are beyond it.
 """
 
 from __future__ import annotations
@@ -53,6 +57,8 @@ _RESERVED = frozenset(
         "upgrade",
     }
 )
+WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
+"""Of an endpoint's headers and an event's together, each with its colon and line end."""
 _RESERVED_PREFIX = "webhook-"
 
 
@@ -83,6 +89,8 @@ def own(headers: Mapping[str, object]) -> Headers:
 def merge(endpoint: Headers, event: bytes | None) -> Headers:
     """An endpoint's headers, then the event's; of one name the event's counts.
 
+    Of the event's, those that go beyond the bound are left out.
+
     Args:
         endpoint: as `own` returned them.
         event: JSON text of an object of strings.
@@ -91,7 +99,21 @@ def merge(endpoint: Headers, event: bytes | None) -> Headers:
         return endpoint
     kept: dict[str, tuple[str, str]] = {}
     _add(kept, orjson.loads(event).items())
-    return (*(each for each in endpoint if each[0].lower() not in kept), *kept.values())
+    merged = {name.lower(): (name, value) for name, value in endpoint}
+    room = WIRE_BYTES_MAX - sum(map(_wire_bytes, endpoint))
+    for lower, each in kept.items():
+        was = merged.get(lower)
+        room_after = room - _wire_bytes(each) + (0 if was is None else _wire_bytes(was))
+        if room_after >= 0 and (was is not None or len(merged) < WIRE_COUNT_MAX):
+            merged.pop(lower, None)
+            merged[lower] = each
+            room = room_after
+    return tuple(merged.values())
+
+
+def _wire_bytes(header: tuple[str, str]) -> int:
+    """As `name: value` and the line's end; all of it is ASCII."""
+    return len(header[0]) + len(header[1]) + 4
 
 
 def _add(kept: dict[str, tuple[str, str]], headers: Iterable[tuple[str, object]]) -> None:

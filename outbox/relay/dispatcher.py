@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from outbox.core.answer import Answer
     from outbox.core.lane import Lane
+    from outbox.core.lines import Why
     from outbox.core.request import Delivery
-    from outbox.core.turns import Turns, Why
+    from outbox.core.turns import Turns
     from outbox.relay.recorder import Recorder
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LaneStore, LoadedLane

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
 from outbox.core.health import State
-from outbox.core.turns import Why
+from outbox.core.lines import Why
 from outbox.telemetry import catalogue
 
 if TYPE_CHECKING:

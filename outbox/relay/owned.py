@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, TypeVar
 from outbox.core.generations import Generations
 from outbox.core.health import Health
 from outbox.core.lane import Lane
+from outbox.core.lines import Turn
 from outbox.core.request import prepare
 from outbox.core.steps import Gate
-from outbox.core.turns import Turn
 from outbox.transport.addressing import addressed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from outbox.core.lines import Line
     from outbox.core.request import Prepared
     from outbox.core.steps import Send
-    from outbox.core.turns import Line
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LoadedLane
     from outbox.telemetry.meters import EndpointMeters

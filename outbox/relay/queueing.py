@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.core.turns import Line, Turn, Turns, Why
+    from outbox.core.lines import Line, Turn, Why
+    from outbox.core.turns import Turns
     from outbox.store.destinations import Endpoint
 
 

@@ -80,3 +80,9 @@ def test_names_are_quoted() -> None:
     for bad in ("", "é" * 26, "pg_x", "information_schema", "a\0", "a\n", "\ud800"):
         with pytest.raises(UsageError, match="schema"):
             schema_name(bad)
+
+
+def test_so_many_headers_are_too_many() -> None:
+    assert encode_headers({f"X-{n}": "" for n in range(64)}) is not None
+    with pytest.raises(InvalidEvent, match="65 of them, the limit is 64"):
+        encode_headers({f"X-{n}": "" for n in range(65)})

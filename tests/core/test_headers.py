@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.headers import header_problem, own
+from outbox.core.headers import WIRE_BYTES_MAX, WIRE_COUNT_MAX, header_problem, own
 from outbox.core.headers import merge as merge_json
 
 if TYPE_CHECKING:
@@ -42,3 +42,15 @@ def test_what_http_cannot_carry_is_left_out_and_the_other_one_stays() -> None:
     assert merge({"X A": "1", "X-N": 1, "": "1"}, {}) == ()
     assert merge({}, {"X-A": " spaced\t"}) == (("X-A", "spaced"),)
     assert merge({"X-A": "1", "x-a": "2"}, {}) == (("X-A", "1"),)
+
+
+def test_both_together_have_a_bound_and_the_endpoints_stay() -> None:
+    endpoint = {"Authorization": "Bearer a", "X-Own": "o" * 8000}
+    event = {"authorization": "x" * 5000, "X-Small": "s", "X-Long": "l" * 5000}
+    merged = merge(endpoint, event)
+    assert merged == (*endpoint.items(), ("X-Small", "s"))
+    assert sum(len(f"{name}: {value}\r\n") for name, value in merged) <= WIRE_BYTES_MAX
+    many = {f"X-{n}": "1" for n in range(100)}
+    assert len(merge(endpoint, many)) == WIRE_COUNT_MAX
+    assert merge(endpoint, many | {"X-own": "event"})[0] == ("Authorization", "Bearer a")
+    assert ("X-own", "event") in merge(endpoint, {"X-own": "event"} | many)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outbox.core.lines import Part, Turn, Why
 from outbox.core.rate import RESOLUTION_S, SLACK_S, Rate
-from outbox.core.turns import SLOW_MIN_S, SLOW_S, Part, Turn, Turns, Why
+from outbox.core.turns import SLOW_MIN_S, SLOW_S, Turns
 from tests.core.turns_model import Endpoint, Town
 
 PLACES = 64

@@ -6,12 +6,13 @@ import heapq
 import itertools
 from typing import TYPE_CHECKING
 
-from outbox.core.turns import Turn, Turns
+from outbox.core.lines import Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.turns import Part
+    from outbox.core.lines import Part
+    from outbox.core.turns import Turns
 
 
 class Endpoint:

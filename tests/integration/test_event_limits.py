@@ -1,0 +1,205 @@
+"""Every limit of an event on every way in: what is just allowed is stored, one byte more is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import orjson
+import pytest
+
+import outbox
+from outbox.core.ticks import HEADERS_BYTES_MAX as SCHEDULE_HEADERS_BYTES_MAX
+from outbox.core.ticks import ScheduleSettings
+from outbox.errors import OutboxError, UsageError
+from outbox.producer import Event
+from outbox.store import schedule_changes
+from tests.support.api import make_token, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from tests.support.postgres import Database
+
+    Publish = Callable[[Database, dict[str, Any]], Awaitable[None]]
+
+pytestmark = [pytest.mark.one_major, pytest.mark.costly]
+
+PAYLOAD_BYTES_MAX = 4000
+"""The setting, so that what is just allowed fits into an argument of a command."""
+
+COLUMNS = ("type", "payload", "key", "tenant", "headers")
+SOON = timedelta(days=1)
+
+
+class Refused(Exception):
+    """By the way in, in words that name the limit."""
+
+
+def _values(event: dict[str, Any]) -> list[Any]:
+    given = {"key": None, "tenant": None, "headers": None, **event}
+    as_text = {name: given[name] and json.dumps(given[name]) for name in ("payload", "headers")}
+    return [(given | as_text)[name] for name in COLUMNS]
+
+
+async def _statement(database: Database, sql: str, *values: Any) -> None:
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        try:
+            await connection.execute(sql, *values)
+        except asyncpg.CheckViolationError as error:
+            raise Refused(str(error)) from None
+
+
+async def by_insert(database: Database, event: dict[str, Any]) -> None:
+    sql = "INSERT INTO outbox (type, payload, key, tenant, headers) VALUES ($1, $2, $3, $4, $5)"
+    await _statement(database, sql, *_values(event))
+
+
+async def by_publish(database: Database, event: dict[str, Any]) -> None:
+    await _statement(database, "SELECT publish($1, $2, $3, $4, headers => $5)", *_values(event))
+
+
+async def by_publish_later(database: Database, event: dict[str, Any]) -> None:
+    sql = "SELECT publish($1, $2, $3, $4, headers => $5, deliver_at => $6)"
+    await _statement(database, sql, *_values(event), datetime.now(UTC) + SOON)
+
+
+async def by_publish_many(database: Database, event: dict[str, Any]) -> None:
+    sql = "SELECT publish_many($1, $2, $3, $4, headers => $5)"
+    await _statement(database, sql, *([value, value] for value in _values(event)))
+
+
+async def _in_python(database: Database, publish: Callable[[Any], Awaitable[object]]) -> None:
+    async with database.connection() as connection:
+        try:
+            await publish(connection)
+        except OutboxError as error:
+            raise Refused(str(error)) from None
+
+
+async def by_python(database: Database, event: dict[str, Any]) -> None:
+    said = dict(event)
+    await _in_python(
+        database, lambda c: outbox.publish(c, said.pop("type"), said.pop("payload"), **said)
+    )
+
+
+async def by_python_later(database: Database, event: dict[str, Any]) -> None:
+    said = dict(event)
+    at = datetime.now(UTC) + SOON
+    await _in_python(
+        database,
+        lambda c: outbox.publish(c, said.pop("type"), said.pop("payload"), deliver_at=at, **said),
+    )
+
+
+async def by_python_many(database: Database, event: dict[str, Any]) -> None:
+    await _in_python(database, lambda c: outbox.publish_many(c, [Event(**event), Event(**event)]))
+
+
+async def by_command(database: Database, event: dict[str, Any]) -> None:
+    arguments = ["publish", event["type"], "--payload", "-"]
+    for name in ("key", "tenant"):
+        if name in event:
+            arguments += [f"--{name}", event[name]]
+    for name, value in event.get("headers", {}).items():
+        arguments += ["--header", f"{name}={value}"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "outbox",
+        *arguments,
+        env={"OUTBOX_DSN": database.dsn, "PYTHONPATH": ":".join(sys.path)},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate(json.dumps(event["payload"]).encode())
+    if process.returncode:
+        raise Refused(said.decode())
+
+
+async def by_api(database: Database, event: dict[str, Any]) -> None:
+    async with serving(database) as anybody:
+        api = anybody.with_token(await make_token(database, f"t{id(event)}"))
+        answer = await api.post("/v1/events", event)
+    if answer.status >= 300:
+        raise Refused(orjson.dumps(answer.json).decode())
+
+
+async def by_schedule(database: Database, event: dict[str, Any]) -> None:
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        try:
+            settings = ScheduleSettings(name="nightly", cron="@daily", timezone="UTC", **event)
+            await schedule_changes.add(connection, "relay", settings, actor="test")
+        except UsageError as error:
+            raise Refused(str(error)) from None
+
+
+WAYS: list[Publish] = [
+    by_insert,
+    by_publish,
+    by_publish_later,
+    by_publish_many,
+    by_python,
+    by_python_later,
+    by_python_many,
+    by_command,
+    by_api,
+    by_schedule,
+]
+
+
+def _headers(size: int) -> dict[str, str]:
+    """So many bytes as the database writes it: `{"X-A": "…"}`."""
+    return {"X-A": "v" * (size - len('{"X-A": ""}'))}
+
+
+def _limits(way: Publish) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """What is just allowed, and what is not."""
+    headers_max = SCHEDULE_HEADERS_BYTES_MAX if way is by_schedule else 8192
+    return {
+        "type": ({"type": "t" * 255}, {"type": "t" * 256}),
+        "key": ({"key": "ü" * 256}, {"key": "ü" * 256 + "k"}),
+        "tenant": ({"tenant": "ü" * 127 + "t"}, {"tenant": "ü" * 128}),
+        "headers": ({"headers": _headers(headers_max)}, {"headers": _headers(headers_max + 1)}),
+        # As the database writes it: with its quotation marks.
+        "payload": (
+            {"payload": "p" * (PAYLOAD_BYTES_MAX - 2)},
+            {"payload": "p" * (PAYLOAD_BYTES_MAX - 1)},
+        ),
+    }
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("limit", ["type", "key", "tenant", "headers", "payload"])
+async def test_no_way_in_leads_past_a_limit(database: Database, limit: str, way: Publish) -> None:
+    await _statement(database, f"SELECT set_payload_bytes_max({PAYLOAD_BYTES_MAX})")
+    allowed, too_much = _limits(way)[limit]
+    event = {"type": "a.b", "payload": {"n": 1}}
+    with pytest.raises(Refused, match=limit):
+        await way(database, event | too_much)
+    stored = """
+        SELECT (SELECT count(*) FROM outbox) + (SELECT count(*) FROM future_event)
+             + (SELECT count(*) FROM schedule)"""
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        assert await connection.fetchval(stored) == 0
+        await way(database, event | allowed)
+        assert await connection.fetchval(stored) >= 1
+
+
+async def test_the_payload_limit_is_256_kib(database: Database) -> None:
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        assert await connection.fetchval("SELECT payload_bytes_max()") == 256 * 1024
+    with pytest.raises(Refused, match="payload_must_be_at_most_262144_bytes"):
+        await by_insert(database, {"type": "a.b", "payload": "p" * (256 * 1024 - 1)})
+    # What jsonb holds in few bytes, and writes in many.
+    with pytest.raises(Refused, match="payload_must_be_at_most_262144_bytes"):
+        await _statement(
+            database,
+            "INSERT INTO outbox (type, payload) VALUES ('a.b', '[1e131071, 1e131071, 1e131071]')",
+        )
