@@ -27,9 +27,10 @@ from yarl import URL
 from outbox.core.answer import BODY_BYTES_MAX, Answer, Failure
 from outbox.errors import UsageError
 from outbox.transport.connector import Connector, Target
+from outbox.transport.contexts import SYSTEM_MAX, Contexts
 from outbox.transport.port import HEADER_BYTES_MAX, NotConnected
 from outbox.transport.resolving import Names
-from outbox.transport.tls import Contexts, reason
+from outbox.transport.tls import reason
 
 if TYPE_CHECKING:
     from aiohttp import StreamReader
@@ -67,6 +68,9 @@ class AiohttpTransport:
             for its turn, and its time-outs start when that comes.
         tls: in place of the system's trust store, for endpoints without their own.
         resolver: in place of c-ares.
+        keep_alive_s: an unused connection is kept so long; None: not at all.
+        contexts_max: so many contexts are kept of endpoints that have an identity and no
+            trust of their own.
     """
 
     def __init__(
@@ -77,13 +81,16 @@ class AiohttpTransport:
         in_flight_max: int = IN_FLIGHT_MAX,
         tls: ssl.SSLContext | None = None,
         resolver: Resolver | None = None,
+        keep_alive_s: float | None = KEEP_ALIVE_S,
+        contexts_max: int = SYSTEM_MAX,
     ) -> None:
         self._policy = policy
         self._proxied = proxy is not None
         self._turns = asyncio.Semaphore(in_flight_max)
         self._resolver = resolver or Names()
+        self._contexts = Contexts(tls, system_max=contexts_max)
         self._connector = Connector(
-            policy, self._resolver, Contexts(tls), proxy, keep_alive_s=KEEP_ALIVE_S
+            policy, self._resolver, self._contexts, proxy, keep_alive_s=keep_alive_s
         )
         self._destination = lru_cache(DESTINATIONS_MAX)(self._find_destination)
 
@@ -96,6 +103,7 @@ class AiohttpTransport:
         """See `Transport.aclose`."""
         await self._connector.close()
         await self._resolver.aclose()
+        self._contexts.close()
 
     async def _send(self, request: Request) -> Answer:
         clock = asyncio.get_running_loop().time

@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
     from aiohttp.connector import Connection
 
+    from outbox.transport.contexts import Contexts
     from outbox.transport.egress import EgressPolicy, Network
     from outbox.transport.port import Tls
     from outbox.transport.resolving import Resolver
-    from outbox.transport.tls import Contexts
     from outbox.web.proxy import Proxy
 
 POOLS_MAX = 1024
@@ -80,7 +80,7 @@ class Connector(aiohttp.BaseConnector):
     """Pools of connections.
 
     Args:
-        keep_alive_s: an unused connection is kept so long.
+        keep_alive_s: an unused connection is kept so long; None: not at all.
     """
 
     def __init__(
@@ -90,9 +90,12 @@ class Connector(aiohttp.BaseConnector):
         contexts: Contexts,
         proxy: Proxy | None,
         *,
-        keep_alive_s: float,
+        keep_alive_s: float | None,
     ) -> None:
-        super().__init__(limit=0, keepalive_timeout=keep_alive_s)
+        if keep_alive_s is None:
+            super().__init__(limit=0, force_close=True)
+        else:
+            super().__init__(limit=0, keepalive_timeout=keep_alive_s)
         self._policy = policy
         self._resolver = resolver
         self._contexts = contexts

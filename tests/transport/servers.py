@@ -59,6 +59,10 @@ class Connection:
         self._writer.write(data)
         await self._writer.drain()
 
+    async def read(self) -> bytes:
+        """Whatever comes next; nothing at the end."""
+        return await self._reader.read(65536)
+
     async def drip(self, data: bytes) -> None:
         """Send a byte at a time, at a pace that outlasts any time-out of a test."""
         for i in range(len(data)):

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import ssl
 import tempfile
+import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,12 +25,11 @@ import outbox
 from outbox.config import Settings
 from outbox.core.answer import Failure
 from outbox.errors import UsageError
-from outbox.transport import tls
+from outbox.transport import contexts
 from outbox.transport.client import AiohttpTransport
+from outbox.transport.contexts import Contexts
 from outbox.transport.port import Request, Tls
 from outbox.transport.tls import (
-    CONTEXTS_MAX,
-    Contexts,
     check_ca,
     check_identity,
     context_for,
@@ -37,7 +37,7 @@ from outbox.transport.tls import (
 )
 from tests.transport.authority import Authority
 from tests.transport.conformance import LOOPBACK, closing, to
-from tests.transport.servers import OK, answering, serving
+from tests.transport.servers import OK, Connection, answering, serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -240,17 +240,102 @@ async def test_a_servers_own_certificate_can_be_trusted_alone(authority: Authori
 # -------------------------------------------------------------------------- cache
 
 
-async def test_contexts_are_made_once_and_kept_within_bounds(
+async def test_contexts_are_kept_within_bounds(
+    authority: Authority, identity: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contexts, "OWN_MAX", 2)
+    kept = Contexts(system_max=1)
+    known = Tls(identity="".join(identity))
+    ours = await kept.get(known)
+    first = Tls(ca=authority.pem)
+    made = await kept.get(first)
+    assert await kept.get(Tls(ca=authority.pem)) is made
+    for name in ("a", "b"):
+        await kept.get(Tls(ca=Authority(name).pem))
+    assert await kept.get(first) is not made
+    # Those with a trust of their own push out none of the others, which cost more.
+    assert await kept.get(known) is ours
+    await kept.get(Tls(identity="".join(authority.identity())))
+    assert await kept.get(known) is not ours
+    assert await kept.get(None) is await kept.get(None)
+
+
+async def test_lanes_that_ask_together_share_one_context(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 16 <= CONTEXTS_MAX <= 1024
-    monkeypatch.setattr(tls, "CONTEXTS_MAX", 2)
-    contexts = Contexts()
-    first = Tls(ca=authority.pem)
-    made = await contexts.get(first)
-    assert await contexts.get(Tls(ca=authority.pem)) is made
-    for name in ("a", "b"):
-        await contexts.get(Tls(ca=Authority(name).pem))
-    assert len(contexts._own) == 2
-    assert await contexts.get(first) is not made
-    assert await contexts.get(None) is await contexts.get(None)
+    asked: list[Tls] = []
+    go = threading.Event()
+
+    def slowly(own: Tls) -> ssl.SSLContext:
+        asked.append(own)
+        go.wait(20)
+        if len(asked) == 1:
+            raise UsageError("ca: cannot be used")
+        return context_for(own)
+
+    monkeypatch.setattr(contexts, "context_for", slowly)
+    kept = Contexts()
+    own = Tls(ca=authority.pem)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await kept.get(own)
+    lanes = [asyncio.ensure_future(kept.get(own)) for _ in range(64)]
+    await asyncio.sleep(0)
+    go.set()
+    refused = await asyncio.gather(*lanes, return_exceptions=True)
+    assert {str(each) for each in refused} == {"ca: cannot be used"}
+    # Whose time was up took nobody's with it, and what failed is tried again.
+    assert len(asked) == 1
+    made = await asyncio.gather(*[kept.get(own) for _ in range(64)])
+    assert len(set(map(id, made))) == 1
+    assert len(asked) == 2
+
+
+async def test_whoever_waits_for_a_context_is_told_when_it_ends(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def slowly(own: Tls) -> ssl.SSLContext:
+        go.wait(20)
+        return context_for(own)
+
+    monkeypatch.setattr(contexts, "context_for", slowly)
+    kept = Contexts()
+    many = [Tls(ca=authority.pem + "\n" * n) for n in range(contexts.THREADS + 1)]
+    waiting = [asyncio.ensure_future(kept.get(own)) for own in many]
+    await asyncio.sleep(0)
+    kept.close()
+    with pytest.raises(ConnectionAbortedError, match="the transport is closed"):
+        await waiting[-1]
+    go.set()
+    await asyncio.gather(*waiting[:-1])
+
+
+# -------------------------------------------------------------- a receiver's refusal
+
+
+async def test_a_receiver_that_wants_a_certificate_is_told_of(authority: Authority) -> None:
+    """With TLS 1.3 its alert comes when we are done with the handshake."""
+    context = authority.server("127.0.0.1", clients=authority)
+
+    async def script(connection: Connection) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = context.wrap_bio(incoming, outgoing, server_side=True)
+        while True:
+            try:
+                tls.do_handshake()
+            except ssl.SSLWantReadError:
+                await connection.send(outgoing.read())
+                incoming.write(await connection.read())
+            except ssl.SSLError:
+                break
+        await connection.send(outgoing.read())
+        await connection.closed_by_peer()
+
+    async with serving(script) as server, closing(AiohttpTransport(LOOPBACK)) as transport:
+        answer = await transport.send(
+            to(f"https://127.0.0.1:{server.port}/", tls=Tls(ca=authority.pem))
+        )
+    assert answer.failure is Failure.TLS
+    assert answer.detail.endswith("certificate required")
