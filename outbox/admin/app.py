@@ -34,6 +34,8 @@ from outbox.admin.reading import (
 from outbox.admin.routes import ROUTES
 from outbox.admin.routing import Call, Later, Page, Reply
 from outbox.store.connect import in_one_line
+from outbox.transport.egress import EgressPolicy
+from outbox.transport.trials import Trials
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -68,6 +70,7 @@ def application(
     app = web.Application(
         middlewares=[problems(NO_SUCH_PATH), hold_to_host(address)], client_max_size=BODY_BYTES_MAX
     )
+    app.on_cleanup.append(admin.close)
     page.add_routes(app)
     app.router.add_get("/openapi.json", openapi.handler(ROUTES))
     for route in ROUTES:
@@ -94,8 +97,13 @@ class _Admin:
         self._authenticator = authenticator
         self._limits = limits
         self._live = LiveBook(clock)
+        self._trials = Trials(EgressPolicy(settings.allow_networks), settings.leaves_by)
         self._trouble: str | None = None
         """Why the database could not be used when it was asked last."""
+
+    async def close(self, _: web.Application) -> None:
+        """Leave nothing open."""
+        await self._trials.aclose()
 
     def handler(self, route: Route) -> Handler:
         """What answers the requests for a route."""
@@ -141,6 +149,7 @@ class _Admin:
                     query,
                     body,
                     self._live,
+                    self._trials,
                 )
                 answer = await route.handler(call)
         except Exception as error:

@@ -11,7 +11,7 @@ from outbox.errors import UsageError
 from outbox.store import endpoints
 from outbox.store.apply import Action, apply
 from outbox.store.vault import Vault
-from outbox.transport.checking import check_declared
+from outbox.transport.checking import aside, check_declared
 from outbox.transport.egress import EgressPolicy
 from outbox.views.endpoints import applied
 
@@ -72,8 +72,7 @@ async def _apply(call: Call[ApplyQuery, Declaration]) -> dict[str, Any]:
     said = call.body.model_dump()
     declared = declaration.read({**said, "endpoints": list(said["endpoints"])})
     policy = EgressPolicy(call.settings.allow_networks)
-    for each in declared:
-        check_declared(each, policy)
+    await aside(check_declared, declared, policy)
     outcome = await apply(
         call.db,
         call.schema,

@@ -10,6 +10,7 @@ from pydantic import Field
 from yarl import URL
 
 from outbox.admin import tenancy
+from outbox.admin.limits import too_many
 from outbox.admin.reading import NoQuery, Paging, Seconds
 from outbox.admin.routing import (
     Call,
@@ -40,15 +41,14 @@ from outbox.store.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.store.endpoint_states import Change
 from outbox.store.endpoints import EndpointRow, Hand, Health, LaneRow, SecretRow
 from outbox.store.vault import Vault
-from outbox.transport import trial
-from outbox.transport.checking import check
+from outbox.transport.checking import aside, check_way, why_not_trusted
 from outbox.transport.egress import EgressPolicy
 from outbox.transport.tls import check_identity
+from outbox.transport.trials import RETRY_S, TRIAL_S, TooMany
 from outbox.views import endpoints as views
 
 NAME = "/v1/endpoints/{name}"
-TEST_TIMEOUT_S = 120.0
-"""An endpoint's own time-out may be longer; who waits that long may use the command."""
+TEST_TIMEOUT_S = TRIAL_S + 10.0
 
 
 class EndpointBody(Model):
@@ -211,7 +211,9 @@ async def _add(call: Call[NoQuery, NewEndpointBody]) -> Reply:
     wanted = declaration.one(said)
     _hold_to_tenant(call, wanted)
     tenancy.require_name(call.tenant, wanted.name)
-    check(wanted, _policy(call))
+    check_way(wanted, _policy(call))
+    if (wrong := await aside(why_not_trusted, wanted.ca)) is not None:
+        raise wrong
     made = await endpoint_changes.add(
         call.db, call.schema, wanted, actor=call.actor, vault=_vault(call), ed25519=ed25519
     )
@@ -228,13 +230,17 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
     for name in ("name", "url"):
         if name in said and said[name] is None:
             raise UsageError(f"{name}: must be a text")
+    # Now, because a lock is held while it is edited.
+    wrong = await aside(why_not_trusted, call.body.ca)
 
     def edit(there: Any) -> Any:
         wanted = declaration.one(said, there)
         _hold_to_tenant(call, wanted, there)
         if call.tenant is not None and _origin(wanted.url) != _origin(there.url):
             _hold_to_given(wanted, said.get("headers"))
-        check(wanted, _policy(call), there)
+        check_way(wanted, _policy(call), there)
+        if wrong is not None and wanted.ca != there.ca:
+            raise wrong
         if wanted.name != there.name:
             tenancy.require_name(call.tenant, wanted.name)
         return wanted
@@ -296,7 +302,7 @@ async def _rotate(call: Call[NoQuery, RotationBody]) -> Rotation:
 
 
 async def _set_certificate(call: Call[NoQuery, CertificateBody]) -> Identity:
-    about = asdict(check_identity(call.body.pem))
+    about = asdict(await aside(check_identity, call.body.pem))
     return await set_identity(
         call.db,
         call.schema,
@@ -317,7 +323,10 @@ async def _test(call: Call[NoQuery, None]) -> Later:
     to = await teller(call)
 
     async def go() -> dict[str, Any]:
-        came = await trial.attempt(_policy(call), endpoint, proxy=call.settings.leaves_by)
+        try:
+            came = await call.trials.attempt(endpoint, call.tenant)
+        except TooMany as error:
+            raise too_many(str(error), RETRY_S) from None
         return came.as_json(to.answer(came.summary))
 
     return Later(go)

@@ -56,7 +56,7 @@ class Limits:
             return
         wait_s = self._failures.wait_s(address_key(address), self._clock())
         if wait_s > 0:
-            raise _too_many("too many tokens from this address were not good", wait_s)
+            raise too_many("too many tokens from this address were not good", wait_s)
 
     def was_bad(self, address: str, digest: bytes | None) -> None:
         """It was not good."""
@@ -79,10 +79,11 @@ class Limits:
         """
         wait_s = self._asked.take(who, self._clock())
         if wait_s > 0:
-            raise _too_many("this token asks too often (OUTBOX_API_RATE_MAX)", wait_s)
+            raise too_many("this token asks too often (OUTBOX_API_RATE_MAX)", wait_s)
 
 
-def _too_many(why: str, wait_s: float) -> Problem:
+def too_many(why: str, wait_s: float) -> Problem:
+    """What somebody is told who may come again in `wait_s` seconds."""
     seconds = math.ceil(wait_s)
     return Problem(
         Kind.TOO_MANY_REQUESTS, f"{why}; try again in {seconds} s", {"Retry-After": str(seconds)}

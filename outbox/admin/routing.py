@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from outbox.admin.live import LiveBook
     from outbox.config import Settings
     from outbox.core.token import Scope
+    from outbox.transport.trials import Trials
 
 LIMIT, LIMIT_MAX = 100, 1000
 ID_MAX = 2**63 - 1
@@ -86,6 +87,7 @@ class Call(Generic[Q, B]):
     query: Q
     body: B
     live: LiveBook
+    trials: Trials
 
     @property
     def schema(self) -> str:

@@ -76,8 +76,7 @@ def command(
     try:
         declared = declaration.read(_document(path))
         policy = EgressPolicy(settings.allow_networks)
-        for each in declared:
-            check_declared(each, policy)
+        check_declared(declared, policy)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
@@ -16,7 +17,6 @@ from outbox.core.answer import Verdict, classify, retry_after_s, summary, withou
 from outbox.core.request import Delivery, prepare
 from outbox.core.statuses import GONE
 from outbox.transport.addressing import Destination, addressed
-from outbox.transport.client import AiohttpTransport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from outbox.core.answer import Answer, Headers
     from outbox.core.retry import RetryPolicy
     from outbox.core.signature import SigningKey
-    from outbox.transport.egress import EgressPolicy
-    from outbox.transport.port import Request
-    from outbox.web.proxy import Proxy
+    from outbox.transport.port import Request, Transport
 
 TYPE = "outbox.test"
 
@@ -80,17 +78,15 @@ class Tried(Destination, Protocol):
         ...
 
 
-async def attempt(policy: EgressPolicy, endpoint: Tried, *, proxy: Proxy | None = None) -> Trial:
+async def attempt(transport: Transport, endpoint: Tried, *, total_s_max: float = math.inf) -> Trial:
     """Send one signed delivery of the type `outbox.test`, now and from here.
 
     Args:
-        proxy: deliveries leave by it.
+        total_s_max: it is given up after so long, whatever the endpoint's time-out is.
     """
-    transport = AiohttpTransport(policy, proxy=proxy)
-    try:
-        answer = await transport.send(_request(endpoint))
-    finally:
-        await transport.aclose()
+    request = _request(endpoint)
+    total_s = min(request.total_timeout_s, total_s_max)
+    answer = await transport.send(replace(request, total_timeout_s=total_s))
     answer = without(answer, endpoint.credentials)
     said = _outcome(answer, endpoint)
     return Trial(endpoint.name, endpoint.method, endpoint.url, answer, *said)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import trustme
 
+from outbox.admin import endpoints
 from outbox.core.answer import Answer
 from outbox.core.signature import parse_secret
 from outbox.receiver.development import DevelopmentReceiver
+from outbox.transport import checking, trials
+from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
+from outbox.transport.trials import AT_ONCE_MAX, TENANT_MAX
 from tests.support.api import make_token
 from tests.support.relay import (
     REFUSED,
@@ -25,8 +30,11 @@ from tests.support.relay import (
 )
 from tests.support.waiting import until
 from tests.transport import hostile
+from tests.transport.servers import OK, Connection
+from tests.transport.servers import serving as receiver
 
 if TYPE_CHECKING:
+    from tests.support.api import Answer as Answered
     from tests.support.api import Api
     from tests.support.postgres import Database
 
@@ -247,6 +255,103 @@ async def test_a_test_delivery_tells_what_came_back(database: Database, api: Api
     assert (told["outcome"], told["url"]) == ("delivered", url)
     gone = (await api.post("/v1/endpoints/shop/test")).json
     assert (gone["outcome"], gone["failure"]) == ("retried", "connect")
+
+
+async def test_test_deliveries_are_few_at_once_and_fewer_of_one_tenant(
+    database: Database, api: Api
+) -> None:
+    tenants = {
+        name: api.with_token(await make_token(database, name, tenant=name))
+        for name in ("acme", "umbrella")
+    }
+    go = asyncio.Event()
+
+    async def slow(connection: Connection) -> None:
+        await connection.request()
+        await go.wait()
+        await connection.send(OK)
+        await connection.closed_by_peer()  # A trial is of the whole way: none is kept.
+
+    async with receiver(slow) as server, asyncio.TaskGroup() as asking:
+
+        async def asked(by: Api, path: str, times: int) -> list[asyncio.Task[Answered]]:
+            so_far = server.connections
+            tasks = [asking.create_task(by.post(path)) for _ in range(times)]
+            await until(lambda: server.connections == so_far + times, 10, "the test deliveries")
+            return tasks
+
+        paths = {}
+        for name, by in tenants.items():
+            await by.post("/v1/endpoints", {"name": f"{name}.shop", "url": server.url})
+            paths[name] = f"/v1/endpoints/{name}.shop/test"
+        under_way = await asked(tenants["acme"], paths["acme"], TENANT_MAX)
+        refused = await tenants["acme"].post(paths["acme"])
+        assert (refused.status, refused.headers["Retry-After"]) == (429, "5")
+        assert "of this tenant" in refused.detail
+        under_way += await asked(tenants["umbrella"], paths["umbrella"], 1)
+        under_way += await asked(api, paths["acme"], AT_ONCE_MAX - TENANT_MAX - 1)
+        refused = await api.post(paths["acme"])
+        assert refused.status == 429
+        go.set()
+        for task in under_way:
+            assert (await task).json["outcome"] == "delivered"
+        assert (await tenants["acme"].post(paths["acme"])).status == 200
+
+
+async def test_all_test_deliveries_go_by_one_transport(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[AiohttpTransport] = []
+
+    def make(*args: Any, **options: Any) -> AiohttpTransport:
+        made.append(AiohttpTransport(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(trials, "AiohttpTransport", make)
+    await add_endpoint(database, "shop", url=URL)
+    for answer in await asyncio.gather(*[api.post("/v1/endpoints/shop/test") for _ in range(4)]):
+        assert answer.json["failure"] == "connect"
+    assert len(made) == 1
+
+
+async def test_a_test_delivery_ends_though_its_endpoint_has_more_patience(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert trials.TRIAL_S <= 30
+    monkeypatch.setattr(trials, "TRIAL_S", 0.2)
+
+    async def never(connection: Connection) -> None:
+        await connection.closed_by_peer()
+
+    async with receiver(never) as server:
+        await api.post("/v1/endpoints", {"name": "a", "url": server.url, "timeout": 60})
+        told = (await api.post("/v1/endpoints/a/test")).json
+    assert (told["failure"], told["detail"]) == ("timeout", "not answered within 0.2 s")
+
+
+async def test_certificates_are_looked_at_beside_the_event_loop(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+
+    def noting(look: Any) -> Any:
+        def looks(*given: Any) -> Any:
+            threads.add(threading.current_thread())
+            return look(*given)
+
+        return looks
+
+    monkeypatch.setattr(checking, "check_ca", noting(checking.check_ca))
+    monkeypatch.setattr(endpoints, "check_identity", noting(endpoints.check_identity))
+    pem = trustme.CA().cert_pem.bytes().decode()
+    body = {"name": "a", "url": URL, "ca": pem}
+    assert (await api.post("/v1/endpoints", body)).status == 201
+    assert (await api.ask("PATCH", "/v1/endpoints/a", {"ca": pem + "\n"})).status == 200
+    assert (await api.ask("PUT", "/v1/declaration", {"endpoints": [body]})).status == 200
+    own = {"pem": identity()}
+    assert (await api.ask("PUT", "/v1/endpoints/a/certificate", own)).status == 200
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(

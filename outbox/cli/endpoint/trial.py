@@ -43,12 +43,17 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
 
     async def go() -> Trial:
         # Imported here: no other command of these needs an HTTP client.
+        from outbox.transport.client import AiohttpTransport
         from outbox.transport.trial import attempt
 
         async with database(settings) as connection:
             endpoint = await destinations.find(connection, settings.schema_name, name, vault)
         policy = EgressPolicy(settings.allow_networks)
-        return await attempt(policy, endpoint, proxy=settings.leaves_by)
+        transport = AiohttpTransport(policy, proxy=settings.leaves_by)
+        try:
+            return await attempt(transport, endpoint)
+        finally:
+            await transport.aclose()
 
     trial = run_async(go())
     if as_json:
