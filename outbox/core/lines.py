@@ -16,6 +16,8 @@ class Part(IntEnum):
     QUICK = 0
     NEW = 1
     SLOW = 2
+    MOVED = 3
+    """Nobody begins there."""
 
 
 class Why(StrEnum):
@@ -41,6 +43,7 @@ class Tenant:
         "members",
         "name",
         "new",
+        "open",
         "quick",
         "rate",
         "served_at",
@@ -54,8 +57,8 @@ class Tenant:
         # Those without a tenant are together for fairness alone.
         self.bounded = name is not None
         self.rate = None if rate_per_s is None else Rate(rate_per_s)
-        # Requests, by part; the new ones are quick ones, too.
-        self.quick = self.new = self.slow = 0
+        # Requests: all of them, and by part; the new ones are quick ones, too.
+        self.open = self.quick = self.new = self.slow = 0
         self.served_at = -inf
         # Lines of which somebody waits for room, by part.
         self.lines = (LeastFirst[Line](), LeastFirst[Line](), LeastFirst[Line]())
@@ -70,8 +73,8 @@ class Line:
     __slots__ = (
         "in_flight_max",
         "new",
+        "open",
         "part",
-        "probed",
         "proven",
         "quick",
         "rate",
@@ -87,12 +90,10 @@ class Line:
         self.tenant = tenant
         self.in_flight_max: int | None = None
         self.rate: Rate | None = None
-        self.quick = self.new = self.slow = 0
+        self.open = self.quick = self.new = self.slow = 0
         self.served_at = -inf
         # Its last answer was quick.
         self.proven = False
-        # Its health lets only probes through.
-        self.probed = False
         self.slow_until = 0.0
         self.waiting: OrderedDict[Turn, None] = OrderedDict()
         # Where it waits for room; None: it does not.
@@ -103,11 +104,17 @@ class Line:
 class Turn:
     """A lane's: one request at a time."""
 
-    __slots__ = ("began_at", "line", "open", "part", "waiting")
+    __slots__ = ("began_at", "called_off", "line", "open", "part", "waiting")
 
     def __init__(self, line: Line) -> None:
         self.line = line
         self.waiting = self.open = False
         # Of the request that is open.
+        self.called_off = False
         self.began_at = 0.0
         self.part = Part.QUICK
+
+
+def holder_of(line: Line) -> Tenant | Line:
+    """Who answers for its requests: its tenant, or itself where it has none."""
+    return line.tenant if line.tenant.bounded else line

@@ -1,35 +1,41 @@
-"""Who may begin a request now, and who has to wait for a turn.
+"""Who may begin a request now, who has to wait for a turn, and who has had enough of one.
 
 A relay has at most `in_flight_max` requests open.  They are shared so that nobody, whatever
-it does, takes them from all others:
+it does, takes them from all others.  Each part has places of its own:
 
-    part     whose                                    at most (of 1,024)
-    quick    of endpoints that answer within SLOW_S   1/2 (512), no longer than SLOW_S each
-    new      of endpoints that have not shown that    1/4 (256) of the quick part
-    slow     of all others, and of those whose        1/4 (256) begin; more than that only by
-             health lets only probes through          requests that were moved here
+    part     whose requests                                      at most (of 1,024)
+    quick    of endpoints that answer within SLOW_S              1/2 (512)
+    new      of endpoints that have not shown that               1/4 (256), of the quick ones
+    slow     of endpoints that took longer                       1/4 (256)
+    moved    quick ones that are open for longer than SLOW_S     1/4 (256), and what slow ones
+                                                                 leave of theirs
 
-A request that is open for longer than `SLOW_S` is **moved** to the slow part, which makes
-room in the quick one, and its endpoint is slow from then on: for `SLOW_MIN_S`, and for
-`PENANCE` seconds for each that it took too long.  Then it is new, until it answers quickly.
-So quick ones wait for quick ones alone, and one that is quick and slow by turns gains little:
-what it was given as a quick one it pays for.
+A quick request that is open for longer than `SLOW_S` is **moved**, which makes room for the
+next quick one, and its endpoint is slow from then on: for `SLOW_MIN_S`, and for `PENANCE`
+seconds for each that it took too long.  Then it is new, until it answers quickly.
+
+**Called off** is what nobody has to put up with: the request that is open for longest, of
+whoever holds most of a part, is ended like one whose time is over,
+- of those that were moved, as soon as there is no place for one more;
+- of slow ones, once it was open for `HOLD_S`, and only for somebody who waits for its place
+  and has less than half as many.
 
 **Nobody takes a part alone.**  Who has as many requests of a part as there is room left in it
 has to wait, even if nobody else wants the room: one endpoint gets half of it, two a third each,
 and whoever comes next finds room at once.  It goes by tenant for endpoints of a tenant, and by
 endpoint for all others, which are bounded together, too, while tenants wait.
 
-While the slow part holds more than its due because many became slow at once, quick ones have to
-wait as soon as they have `free² / in_flight_max`: the less is left, the less of it does one get.
-What a tenant's new endpoints have counts with its slow requests: together, and with those that
-were moved, they leave a quarter of the slow part to others, or else the tenant begins nothing
-that is quick.
-
 **Among those who wait** the turn goes to the tenant that has the fewest requests in the part,
 then to its endpoint that has the fewest, then to the lane that has waited for the longest.  Of
 those that have as many it goes to the one that was served longest ago (see `least_first`).
 All endpoints without a tenant count as one tenant here.
+
+**What that promises**, from two places on, to a tenant that has nothing open in a part (and,
+where there are no tenants, to such an endpoint): while `others` like it wait with it, it waits
+for `SLOW_S · (1 + others / places)` at the most if it is quick, and for `HOLD_S` in place of
+`SLOW_S` if it is slow.  `places` are those of the part, of the quick one without the new ones;
+what was called off has to end at once.  How long receivers take, and what time-outs their
+endpoints have, is in neither of them.
 
 An endpoint and a tenant have limits of their own, to requests at once and to requests begun
 in a second.  Who waits because of these is in nobody's way.
@@ -44,8 +50,9 @@ import heapq
 from collections import OrderedDict
 from itertools import count
 
+from outbox.core.holders import Holders
 from outbox.core.least_first import LeastFirst
-from outbox.core.lines import Line, Part, Tenant, Turn, Why
+from outbox.core.lines import Line, Part, Tenant, Turn, Why, holder_of
 from outbox.core.rate import RESOLUTION_S, Rate
 
 SLOW_S = 1.0
@@ -55,10 +62,14 @@ SLOW_MIN_S, SLOW_MAX_S = 10.0, 600.0
 PENANCE = 10.0
 """So many seconds for each second, so that nobody is slow for more than a tenth of the time
 and holds places of the quick."""
+HOLD_S = 30.0
+"""So long a slow request is left alone, however many wait for its place."""
 
 
-_PARTS = tuple(Part)
+_PARTS = (Part.QUICK, Part.NEW, Part.SLOW)
 _AFTER = (Part.NEW, Part.SLOW, Part.QUICK)
+
+
 _ROOM = (Why.QUICK, Why.NEW, Why.SLOW)
 
 
@@ -81,9 +92,8 @@ class Turns:
         self.quick_max = in_flight_max - in_flight_max // 2
         self.new_max = max(self.quick_max // 2, 1)
         self.slow_max = max(in_flight_max // 4, 1)
-        # New ones become slow ones, which must not add up without end.
-        self.unproven_max = max(in_flight_max // 2, self.slow_max + 1)
-        self.tenant_unproven_max = max(self.slow_max * 3 // 4, 2)
+        # Together with those that were moved.
+        self.long_max = in_flight_max - self.quick_max
         self._tenant_in_flight_max = tenant_in_flight_max
         self._tenant_rate_per_s = tenant_rate_per_s
         self._tenants: dict[str, Tenant] = {}
@@ -92,7 +102,11 @@ class Turns:
         self._rings = (LeastFirst[Tenant](), LeastFirst[Tenant](), LeastFirst[Tenant]())
         # The oldest first: none is open for longer than SLOW_S, once that was looked at.
         self._young: OrderedDict[Turn, None] = OrderedDict()
-        self.quick = self.new = self.slow = 0
+        self.open = self.quick = self.new = self.slow = 0
+        # By tenant, or by endpoint if it has none.
+        self._slow = Holders[Tenant | Line, Turn]()
+        self._moved = Holders[Tenant | Line, Turn]()
+        self._called_off: list[Turn] = []
         self.waiting = 0
         # Whose turn it is when there is room for one alone.
         self._next = Part.QUICK
@@ -134,8 +148,21 @@ class Turns:
             if line.part is not None:
                 was.lines[line.part].discard(line)
                 line.part = None
-            its = line.tenant = self._member(tenant)
+            its = self._member(tenant)
+            holder = holder_of(line)
+            held = [
+                (holders, turn)
+                for holders in (self._slow, self._moved)
+                for turn in holders.of(holder)
+                if turn.line is line
+            ]
+            for holders, turn in held:
+                holders.remove(holder, turn)
+            line.tenant = its
+            for holders, turn in held:
+                holders.add(holder_of(line), turn)
             for each, sign in ((was, -1), (its, 1)):
+                each.open += sign * line.open
                 each.quick += sign * line.quick
                 each.new += sign * line.new
                 each.slow += sign * line.slow
@@ -147,15 +174,10 @@ class Turns:
 
     # ----------------------------------------------------------------- turns
 
-    def ask(self, turn: Turn, now: float, *, probed: bool = False) -> bool:
-        """Begin a request, or wait for the turn to; whether it begins.
-
-        Args:
-            probed: the endpoint's health lets only probes through.
-        """
+    def ask(self, turn: Turn, now: float) -> bool:
+        """Begin a request, or wait for the turn to; whether it begins."""
         line = turn.line
         tenant = line.tenant
-        line.probed = probed
         if not self.waiting:
             self._age(now)
         # Nobody passes those of its endpoint, nor those that a second's limit of its tenant
@@ -182,8 +204,12 @@ class Turns:
         """
         line = turn.line
         took_s = now - turn.began_at
-        self._leave_part(turn)
+        if not turn.called_off:
+            self._leave_part(turn)
         turn.open = False
+        line.open -= 1
+        line.tenant.open -= 1
+        self.open -= 1
         if took_s > SLOW_S:
             self._was_slow(line, now, PENANCE * (took_s - SLOW_S))
         elif answered:
@@ -207,16 +233,28 @@ class Turns:
         """Time has passed; returns the turns that begin with that."""
         self._age(now)
         timers = self._timers
+        due: list[Line | Tenant] = []
         while timers and timers[0][0] <= now + RESOLUTION_S:
             at, _, who = heapq.heappop(timers)
-            if who.wake_at != at:
-                continue
-            who.wake_at = None
+            if who.wake_at == at:
+                who.wake_at = None
+                due.append(who)
+        # All were taken out before any is put back, which ends whatever time they are given.
+        for who in due:
             if isinstance(who, Line):
                 self._place(who, now)
             else:
                 self._place_tenant(who, now)
-        return self._grant(now)
+        begun = self._grant(now)
+        while (turn := self._outstaying()) and turn.began_at + HOLD_S <= now + RESOLUTION_S:
+            self._call_off(turn, now)
+            begun += self._grant(now)
+        return begun
+
+    def take_called_off(self) -> list[Turn]:
+        """Whose requests are to be ended, since this was last asked; they are open until then."""
+        called_off, self._called_off = self._called_off, []
+        return called_off
 
     def wake_at(self) -> float | None:
         """When to call `wake`, if nothing happens before; None: something has to."""
@@ -229,6 +267,9 @@ class Turns:
         if self._young:
             old_at = next(iter(self._young)).began_at + SLOW_S
             at = old_at if at is None else min(at, old_at)
+        if (turn := self._outstaying()) is not None:
+            held_at = turn.began_at + HOLD_S
+            at = held_at if at is None else min(at, held_at)
         return at
 
     def why(self, line: Line, now: float) -> Why | None:
@@ -243,12 +284,18 @@ class Turns:
         line = turn.line
         tenant = line.tenant
         turn.open = True
+        turn.called_off = False
         turn.began_at = line.served_at = tenant.served_at = now
         turn.part = part
+        line.open += 1
+        tenant.open += 1
+        self.open += 1
         if part is Part.SLOW:
             line.slow += 1
             tenant.slow += 1
             self.slow += 1
+            self._slow.add(holder_of(line), turn)
+            self._hold_to_places(now)
         else:
             line.quick += 1
             tenant.quick += 1
@@ -266,10 +313,14 @@ class Turns:
     def _leave_part(self, turn: Turn) -> None:
         line = turn.line
         tenant = line.tenant
+        if turn.part is Part.MOVED:
+            self._moved.remove(holder_of(line), turn)
+            return
         if turn.part is Part.SLOW:
             line.slow -= 1
             tenant.slow -= 1
             self.slow -= 1
+            self._slow.remove(holder_of(line), turn)
             return
         line.quick -= 1
         tenant.quick -= 1
@@ -281,20 +332,43 @@ class Turns:
             self.new -= 1
 
     def _age(self, now: float) -> None:
-        """Move what has been open for too long to the slow part."""
+        """Move what has been open for too long."""
         while self._young:
             turn = next(iter(self._young))
             if turn.began_at + SLOW_S > now + RESOLUTION_S:
                 return
             line = turn.line
             self._leave_part(turn)
-            turn.part = Part.SLOW
-            line.slow += 1
-            line.tenant.slow += 1
-            self.slow += 1
+            turn.part = Part.MOVED
+            self._moved.add(holder_of(line), turn)
             self._was_slow(line, now, 0.0)
-            if self.waiting:
+            if line.tenant.waiting:
                 self._place(line, now)
+            self._hold_to_places(now)
+
+    def _hold_to_places(self, now: float) -> None:
+        """Call off what was moved and has no place."""
+        while self.slow + len(self._moved) > self.long_max and (most := self._moved.most()):
+            self._call_off(most[1], now)
+
+    def _outstaying(self) -> Turn | None:
+        """The slow request whose place somebody else has waited for, if it is open for too long."""
+        found, most = self._foremost(Part.SLOW), self._slow.most()
+        if found is None or most is None:
+            return None
+        has, line = found
+        if has < self.slow_max - self.slow:
+            return None  # It waits for one that was called off to end.
+        if line.tenant is self._nobody:
+            has = line.slow
+        return most[1] if 2 * has < most[0] else None
+
+    def _call_off(self, turn: Turn, now: float) -> None:
+        self._leave_part(turn)
+        turn.called_off = True
+        self._called_off.append(turn)
+        if turn.line.tenant.waiting:
+            self._place(turn.line, now)
 
     @staticmethod
     def _was_slow(line: Line, now: float, penance_s: float) -> None:
@@ -304,7 +378,7 @@ class Turns:
 
     @staticmethod
     def _part(line: Line, now: float) -> Part:
-        if line.slow or line.probed or now < line.slow_until:
+        if line.open > line.quick or now + RESOLUTION_S < line.slow_until:
             return Part.SLOW
         return Part.QUICK if line.proven else Part.NEW
 
@@ -312,7 +386,7 @@ class Turns:
 
     def _held(self, line: Line, now: float) -> Why | None:
         """The limit of its own that an endpoint or its tenant is at."""
-        if line.in_flight_max is not None and line.quick + line.slow >= line.in_flight_max:
+        if line.in_flight_max is not None and line.open >= line.in_flight_max:
             return Why.IN_FLIGHT
         if line.rate is not None and not line.rate.ready(now):
             return Why.RATE
@@ -322,23 +396,22 @@ class Turns:
         if not tenant.bounded:
             return None
         most = self._tenant_in_flight_max
-        if most is not None and tenant.quick + tenant.slow >= most:
+        if most is not None and tenant.open >= most:
             return Why.TENANT_IN_FLIGHT
         if tenant.rate is not None and not tenant.rate.ready(now):
             return Why.TENANT_RATE
         return None
 
-    def _room(self, part: Part) -> float:
+    def _room(self, part: Part) -> int:
         """Who has so many of the part, or more, has to wait."""
-        free = self.in_flight_max - self.quick - self.slow
         if part is Part.SLOW:
-            return min(self.slow_max - self.slow, free)
-        room = min(self.quick_max - self.quick, free * free / self.in_flight_max)
-        if part is Part.NEW:
-            if self.new + self.slow >= self.unproven_max:
-                return 0
-            room = min(room, self.new_max - self.new)
-        return room
+            room = self.slow_max - self.slow
+        else:
+            room = self.quick_max - self.quick
+            if part is Part.NEW:
+                room = min(room, self.new_max - self.new)
+        # Less is free as long as what was called off has not ended.
+        return min(room, self.in_flight_max - self.open)
 
     def _has_room(self, line: Line, part: Part) -> bool:
         ring, nobody = self._rings[part], self._nobody
@@ -346,14 +419,7 @@ class Turns:
         together = line.tenant is not nobody or ring.first(nobody) is not None
         who = line.tenant if together else line
         has = who.slow if part is Part.SLOW else who.quick
-        return has < self._room(part) and not self._overflows(line.tenant, part)
-
-    def _overflows(self, tenant: Tenant, part: Part) -> bool:
-        """Whether a tenant has, or may soon have, too much of the slow part."""
-        if not tenant.bounded or part is Part.SLOW:
-            return False
-        most = self.tenant_unproven_max
-        return tenant.slow + tenant.new >= most if part is Part.NEW else tenant.slow > most
+        return has < self._room(part)
 
     # -------------------------------------------------------------- who waits
 
@@ -364,9 +430,9 @@ class Turns:
         if line.waiting:
             if line.rate is not None and not line.rate.ready(now):
                 self._wake(line, line.rate.ready_at)
-            elif line.in_flight_max is None or line.quick + line.slow < line.in_flight_max:
+            elif line.in_flight_max is None or line.open < line.in_flight_max:
                 part = self._part(line, now)
-                if part is Part.SLOW and now < line.slow_until:
+                if now + RESOLUTION_S < line.slow_until:
                     self._wake(line, line.slow_until)
         if line.part is not None and line.part is not part:
             tenant.lines[line.part].discard(line)
@@ -388,7 +454,7 @@ class Turns:
             if not lines:
                 if ring:
                     ring.discard(tenant)
-            elif held or self._overflows(tenant, part):
+            elif held:
                 ring.discard(tenant)
             else:
                 has = tenant.slow if part is Part.SLOW else tenant.quick
@@ -421,22 +487,24 @@ class Turns:
         return begun
 
     def _first(self, part: Part) -> Line | None:
-        """Whose turn it is in a part."""
+        """Whose turn it is in a part, if there is room for it."""
         room = self._room(part)
         if room <= 0:
             return None
+        found = self._foremost(part)
+        return None if found is None or found[0] >= room else found[1]
+
+    def _foremost(self, part: Part) -> tuple[int, Line] | None:
+        """Whose turn it is in a part, and what counts as its own there."""
         ring, nobody = self._rings[part], self._nobody
-        found, other = ring.first(nobody), nobody.lines[part].first()
-        if found is None:
-            return None if other is None or other[0] >= room else other[1]
+        if ring.first(nobody) is None:
+            return nobody.lines[part].first()
         found = ring.first()
         assert found is not None
         has, tenant = found
-        if has >= room:
-            return None
         first = tenant.lines[part].first()
         assert first is not None
-        return first[1]
+        return has, first[1]
 
     # --------------------------------------------------------------- tenants
 

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from outbox.core.answer import Verdict, classify, retry_after_s, summary, without
-from outbox.core.health import PROBED, State
+from outbox.core.health import State
 from outbox.core.operational import is_operational
 from outbox.core.statuses import GONE
 from outbox.core.steps import Fetch, Record, Send, Wait
@@ -357,7 +357,7 @@ class Dispatcher:
         if (more := machine.fetch()) is not None:
             self._reader.want(lane, more)
         state, queueing = home.health.state, self._queueing
-        begun = queueing.begin(lane.turn, probed=state in PROBED) or await queueing.wait(lane.turn)
+        begun = queueing.begin(lane.turn) or await queueing.wait(lane.turn)
         answered = False
         try:
             if self._lease_left_s() <= 0:
@@ -380,7 +380,7 @@ class Dispatcher:
                 lane, send, lane.request(send, started_at), started_at
             )
             try:
-                answer = await self._transport.send(request)
+                answer = await queueing.send(lane.turn, self._transport.send(request))
             except BaseException:
                 self._observer.abandoned(span, self._now())
                 raise

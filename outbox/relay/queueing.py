@@ -5,26 +5,37 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from outbox.core.answer import Answer, Failure
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Coroutine, Iterable
+    from typing import Any
 
     from outbox.core.lines import Line, Turn, Why
     from outbox.core.turns import Turns
     from outbox.store.destinations import Endpoint
 
 
+CALLED_OFF = "no answer yet; called off to make room for others"
+
+
 class Queueing:
-    """Those who wait for their turns, and the timer for what comes with the time."""
+    """Those who wait for their turns and those who have one, and the timer for what comes
+    with the time.
+    """
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
         self._loop = asyncio.get_running_loop
         self._waiting: dict[Turn, asyncio.Future[bool]] = {}
+        self._sending: dict[Turn, asyncio.Timeout] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, turn: Turn, *, probed: bool) -> bool:
+    def begin(self, turn: Turn) -> bool:
         """Begin a request if it may be; otherwise it is to `wait`."""
-        return self.turns.ask(turn, self._loop().time(), probed=probed)
+        begun = self.turns.ask(turn, self._loop().time())
+        self._call_off()
+        return begun
 
     async def wait(self, turn: Turn) -> bool:
         """Wait for the turn; False: it was `dismissed`, and nothing has begun."""
@@ -42,6 +53,23 @@ class Queueing:
                 self.end(turn, answered=False)
             raise
         return begun
+
+    async def send(self, turn: Turn, sending: Coroutine[Any, Any, Answer]) -> Answer:
+        """What a request whose turn it is came to: called off, it has got no answer in time."""
+        loop = self._loop()
+        began_at = loop.time()
+        limit = asyncio.timeout_at(began_at if turn.called_off else None)
+        try:
+            async with limit:
+                self._sending[turn] = limit
+                try:
+                    return await sending
+                finally:
+                    del self._sending[turn]
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return Answer.failed(Failure.TIMEOUT, CALLED_OFF, loop.time() - began_at)
 
     def end(self, turn: Turn, *, answered: bool) -> None:
         """A request has ended; others may begin.
@@ -72,8 +100,15 @@ class Queueing:
         """Turns have come."""
         for turn in begun:
             self._resolve(turn, begun=True)
+        self._call_off()
         if self._waiting:
             self._set_timer()
+
+    def _call_off(self) -> None:
+        for turn in self.turns.take_called_off():
+            # What is not being sent yet learns it when it is.
+            if turn in self._sending:
+                self._sending[turn].reschedule(self._loop().time())
 
     def _resolve(self, turn: Turn, *, begun: bool) -> None:
         future = self._waiting.pop(turn)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.core.lines import Part, Turn, Why
 from outbox.core.rate import RESOLUTION_S, SLACK_S, Rate
-from outbox.core.turns import SLOW_MIN_S, SLOW_S, Turns
+from outbox.core.turns import HOLD_S, SLOW_MIN_S, SLOW_S, Turns
 from tests.core.turns_model import Endpoint, Town
 
 PLACES = 64
@@ -23,15 +23,18 @@ def checked(town: Town) -> None:
     open_ = Counter(part for e in town.endpoints.values() for part in e.open.values())
     quick = open_[Part.QUICK] + open_[Part.NEW]
     assert (turns.quick, turns.new, turns.slow) == (quick, open_[Part.NEW], open_[Part.SLOW])
+    assert turns.open == sum(e.open_count for e in town.endpoints.values())
     assert turns.quick <= turns.quick_max
     assert turns.new <= turns.new_max
-    assert turns.quick + turns.slow <= turns.in_flight_max
+    assert turns.slow <= turns.slow_max
+    assert not open_[Part.MOVED] or turns.slow + open_[Part.MOVED] <= turns.long_max
+    assert turns.open <= turns.in_flight_max
     of_tenant: Counter[str | None] = Counter()
     for endpoint in town.endpoints.values():
         line = endpoint.line
         most = line.in_flight_max
-        assert most is None or len(endpoint.open) <= most
-        of_tenant[line.tenant.name] += len(endpoint.open)
+        assert most is None or endpoint.open_count <= most
+        of_tenant[line.tenant.name] += endpoint.open_count
     limit = town.tenant_in_flight_max
     assert limit is None or all(n <= limit for name, n in of_tenant.items() if name is not None)
     assert turns.waiting == sum(len(e.line.waiting) for e in town.endpoints.values())
@@ -95,7 +98,7 @@ def meddle(town: Town, rng: Random) -> None:
         endpoint.idle.append(turn)
         endpoint.owed += 1
     elif endpoint.rate_per_s is None:  # What is kept of a rate is checked over the whole run.
-        limits = (rng.choice((None, len(endpoint.open) + 1)), None)
+        limits = (rng.choice((None, endpoint.open_count + 1)), None)
         town.begin(town.turns.change(line, rng.choice((None, line.tenant.name)), *limits, town.now))
     town.at(town.now + rng.random(), lambda: meddle(town, rng))
 
@@ -107,6 +110,7 @@ def test_limits_hold_room_is_used_and_everybody_is_served(
 ) -> None:
     rng = Random(seed)
     town = some_town(rng, places)
+    town.ending_s = rng.choice((0.0, 0.0, 0.1))
     if meddled:
         town.tenant_in_flight_max = None  # Who moves in brings along what is open.
         town.at(0.5, lambda: meddle(town, rng))
@@ -124,12 +128,15 @@ def test_limits_hold_room_is_used_and_everybody_is_served(
     # Nothing more comes: all that waits is served, and nothing is left of it.
     town.calm = True
     town.run(4000.0)
-    assert all(not e.asked_at and not e.open for e in town.endpoints.values())
+    assert all(not e.asked_at and not e.open_count for e in town.endpoints.values())
     turns = town.turns
-    assert (turns.quick, turns.new, turns.slow, turns.waiting) == (0, 0, 0, 0)
+    assert (turns.open, turns.quick, turns.new, turns.slow, turns.waiting) == (0, 0, 0, 0, 0)
+    assert not turns._slow
+    assert not turns._moved
     for endpoint in town.endpoints.values():
         tenant = endpoint.line.tenant
-        assert (tenant.quick, tenant.new, tenant.slow, tenant.waiting) == (0, 0, 0, 0)
+        its = (tenant.open, tenant.quick, tenant.new, tenant.slow, tenant.waiting)
+        assert its == (0, 0, 0, 0, 0)
     assert not any(turns._rings)
 
 
@@ -210,26 +217,100 @@ def test_a_request_that_is_open_for_long_makes_room_in_the_quick_part() -> None:
     assert not turns.ask(second, 0.0), "one has half of what is there"
     assert not turns.ask(third, 0.0)
     assert turns.wake_at() == SLOW_S
-    assert turns.wake(SLOW_S) == [third]
-    assert (turns.quick, turns.slow) == (1, 1)
-    assert turns.why(line, SLOW_S) is Why.SLOW
-    # It is slow for some time after that.
-    assert turns.end(first, 1.5) == [second]
-    assert turns.slow == 1
+    # What its endpoint begins from now on is slow.
+    assert turns.wake(SLOW_S) == [third, second]
+    assert (turns.open, turns.quick, turns.slow) == (3, 1, 1)
+    assert turns.end(first, 1.5) == []
     assert turns.end(second, 1.6, answered=False) == []
+    # It is slow for some time after that.
     assert turns._part(line, 1.6 + SLOW_MIN_S - 1) is Part.SLOW
     assert turns._part(line, 100.0) is Part.NEW
 
 
-def test_an_endpoint_that_is_probed_takes_the_turns_of_slow_ones() -> None:
-    turns = Turns(8)
-    line = turns.join(None, None, None)
-    turn = Turn(line)
-    assert turns.ask(turn, 0.0, probed=True)
-    assert (turns.quick, turns.slow) == (0, 1)
-    turns.end(turn, 0.1)
-    assert turns.ask(turn, 0.2)
-    assert (turns.quick, turns.slow) == (1, 0)
+def test_what_was_moved_and_has_no_place_is_called_off_the_oldest_of_whoever_has_most() -> None:
+    turns = Turns(16)
+    few, many = (turns.join(name, None, None) for name in ("few", "many"))
+    few.proven = many.proven = True
+    its = [Turn(few) for _ in range(2)]
+    theirs = [Turn(many) for _ in range(7)]
+    assert all(turns.ask(turn, 0.0) for turn in its)
+    # Quick by turns with hanging, each time with all that it gets.
+    for n, turn in enumerate(theirs):
+        many.slow_until, many.proven = 0.0, True
+        turns._age(n + 1.0)
+        turns._begin(turn, Part.QUICK, n + 1.0)
+    assert turns.take_called_off() == []
+    turns._age(8.0)
+    assert turns.take_called_off() == theirs[:1]
+    assert turns.open == 9, "it is open until it has ended"
+    # What ends meanwhile is not called off any more, and what was is not again.
+    turns.end(theirs[2], 9.0)
+    turns.end(theirs[0], 9.0)
+    turns._age(10.0)
+    assert turns.take_called_off() == []
+    assert turns.open == 7
+
+
+def test_a_slow_request_keeps_its_place_until_somebody_with_less_has_waited_for_it() -> None:
+    turns = Turns(4)
+    first, second = (turns.join(name, None, None) for name in ("first", "second"))
+    first.slow_until = second.slow_until = 1000.0
+    hanging, other, more = Turn(first), Turn(second), Turn(first)
+    assert turns.ask(hanging, 0.0)
+    assert not turns.ask(more, 1.0)
+    assert turns.wake(2 * HOLD_S) == []
+    assert turns.take_called_off() == [], "its own do not want its place"
+    assert not turns.ask(other, 2 * HOLD_S)
+    assert turns.wake_at() == HOLD_S
+    assert turns.wake(2 * HOLD_S) == [other]
+    assert turns.take_called_off() == [hanging]
+    assert turns.end(hanging, 2 * HOLD_S) == []
+    assert turns.wake_at() == 3 * HOLD_S, "now it is the other way round"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from((0.0, 1e-9, RESOLUTION_S / 2, RESOLUTION_S, 1.5 * RESOLUTION_S, 1e-3)),
+    st.sampled_from((1, 4, 64)),
+)
+def test_a_timer_that_fires_a_little_too_soon_ends_and_comes_again(
+    seed: int, early_s: float, places: int
+) -> None:
+    rng = Random(seed)
+    turns = Turns(places, None, rng.choice((None, 3.0)))
+    lines = [
+        turns.join(rng.choice((None, "a", "b")), rng.choice((None, 1)), rng.choice((None, 2.0)))
+        for _ in range(6)
+    ]
+    for line in lines:
+        line.slow_until = rng.choice((0.0, 3.0, 10.0 * rng.random()))
+    open_: list[Turn] = []
+    for line in lines:
+        open_ += [turn for turn in (Turn(line) for _ in range(4)) if turns.ask(turn, 1.0)]
+    asleep = 0
+    now = 1.0
+    for _ in range(300):
+        if (at := turns.wake_at()) is None:
+            break
+        before, now = now, max(now, at - early_s)
+        open_ += turns.wake(now)
+        # A clock cannot tell times apart that are closer than this.
+        asleep = 0 if now > before else asleep + 1
+        if asleep > 2:
+            now += 2 * RESOLUTION_S
+            asleep = 0
+        for turn in turns.take_called_off():
+            open_.remove(turn)
+            open_ += turns.end(turn, now)
+        if open_ and rng.random() < 0.3:
+            open_ += turns.end(open_.pop(rng.randrange(len(open_))), now)
+    # Every receiver answers, and time goes on.
+    for _ in range(100):
+        open_ = [each for turn in open_ for each in turns.end(turn, now)]
+        now += 1000.0
+        open_ += turns.wake(now)
+    assert turns.waiting == turns.open == 0
 
 
 def test_what_was_abandoned_says_nothing_about_its_endpoint() -> None:

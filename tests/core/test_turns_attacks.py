@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outbox.core.turns import Turns
+from outbox.core.turns import HOLD_S, Turns
+from outbox.core.turns import SLOW_S as QUICK_MAX_S
 from tests.core.turns_model import Endpoint, Town
 
 PLACES = 64
@@ -163,3 +164,99 @@ def test_a_new_endpoint_begins_beside_a_thousand_new_ones_of_a_tenant_that_hang(
     new = Endpoint(town, quick, every_s=0.1, begins_at=10.0)
     town.run(30.0)
     assert max(new.waits_s) < QUICK_S
+
+
+FOR_EVER_S = 3600.0
+
+
+def well_behaved_until(at: float, then_s: float) -> Callable[[int, float], float]:
+    return lambda n, now: quick(n, now) if now < at else then_s
+
+
+@pytest.mark.parametrize(
+    ("tenants", "endpoints"), [(0, 80), (5, 20), (6, 16), (20, 4)], ids=lambda each: str(each)
+)
+@pytest.mark.parametrize("owner", [None, "quiet"])
+def test_endpoints_that_hang_one_request_each_for_an_hour_take_nothing_from_quick_ones(
+    tenants: int, endpoints: int, owner: str | None
+) -> None:
+    """More endpoints than places; they have answered quickly, and then all hang together."""
+    town = Town(Turns(PLACES))
+    quiet = Endpoint(town, quick, tenant=owner, lanes=4, every_s=0.2)
+    hanging = well_behaved_until(5.0, FOR_EVER_S)
+    for n in range(max(tenants, 1) * endpoints):
+        tenant = f"t{n % tenants}" if tenants else None
+        Endpoint(town, hanging, tenant=tenant, every_s=1.0, begins_at=n / 100)
+    town.run(60.0)
+    assert len(quiet.waits_s) == 300
+    others = max(tenants, 1) * endpoints if owner is None else tenants
+    places = town.turns.quick_max - town.turns.new_max
+    assert max(quiet.waits_s) <= QUICK_MAX_S * (1 + others / places)
+    assert quiet.wait_s(0.99, since=10.0) < QUICK_S
+    assert not quiet.called_off
+
+
+@pytest.mark.parametrize("tenant", [None, "flood"])
+def test_many_requests_of_one_that_hang_together_leave_the_slow_part_to_slow_ones(
+    tenant: str | None,
+) -> None:
+    town = Town(Turns(PLACES))
+    honest = Endpoint(town, lambda _, __: 1.5, every_s=5.0)
+    Endpoint(town, well_behaved_until(3.0, FOR_EVER_S), lanes=PLACES, tenant=tenant)
+    town.run(120.0)
+    assert max(honest.waits_s) < QUICK_S
+    assert len(honest.waits_s) == 24
+    assert not honest.called_off
+
+
+def test_a_slow_endpoint_is_served_beside_more_that_hang_for_an_hour_than_there_are_places() -> (
+    None
+):
+    town = Town(Turns(PLACES))
+    honest = Endpoint(town, lambda _, __: 1.5, every_s=5.0)
+    others = 3 * PLACES
+    for n in range(others):
+        Endpoint(town, lambda _, __: FOR_EVER_S, begins_at=n / 100)
+    town.run(1500.0)
+    assert max(honest.waits_s) <= HOLD_S * (1 + others / town.turns.slow_max)
+    assert len(honest.waits_s) > 3
+    assert not honest.called_off
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_they_do_together_a_quick_endpoint_waits_no_longer_than_is_promised(
+    seed: int,
+) -> None:
+    """Tenants with many endpoints each, that are quick and slow as they like."""
+    rng = random.Random(seed)
+    town = Town(Turns(PLACES))
+    town.ending_s = 0.001
+    tenants = rng.choice((1, 3, 10, 40))
+    quiet = Endpoint(town, quick, tenant="quiet", lanes=2, every_s=0.25)
+    new = Endpoint(town, quick, tenant="new", every_s=0.25, begins_at=20.0)
+    for n in range(rng.choice((100, 1000))):
+        hang_s = rng.choice((1.01, 3.0, 100.0, FOR_EVER_S))
+        share, storm_s = rng.choice((0.0, 0.3, 1.0)), rng.choice((2.0, 15.0))
+
+        def takes_s(
+            _: int, now: float, hang: float = hang_s, share: float = share, storm: float = storm_s
+        ) -> float:
+            if now % (2 * storm) > storm or rng.random() < share:
+                return hang
+            return rng.choice((0.01, 0.99))
+
+        Endpoint(
+            town,
+            takes_s,
+            tenant=f"t{n % tenants}",
+            lanes=rng.choice((1, 1, 1, 30)),
+            every_s=rng.choice((None, 0.5)),
+            begins_at=rng.choice((0.0, 5.0 * rng.random())),
+        )
+    town.run(40.0)
+    places = town.turns.quick_max - town.turns.new_max
+    promised_s = QUICK_MAX_S * (1 + (tenants + 1) / places) + town.ending_s
+    for each, at_least in ((quiet, 160), (new, 75)):
+        assert max(each.waits_s) <= promised_s
+        assert len(each.waits_s) + len(each.asked_at) >= at_least / promised_s
+        assert all(town.now - at <= promised_s for at in each.asked_at.values())

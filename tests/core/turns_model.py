@@ -45,16 +45,24 @@ class Endpoint:
         self.owed = lanes if every_s is None else 0
         self.asked_at: dict[Turn, float] = {}
         self._open: set[Turn] = set()
+        # Of each, which request of its endpoint it is.
+        self._number: dict[Turn, int] = {}
         self.begun_at: list[float] = []
         self.waits_s: list[float] = []
         self.answered = 0
+        self.called_off = 0
         town.endpoints[self.line] = self
         town.at(begins_at, self.arrive if every_s is not None else self.send)
 
     @property
     def open(self) -> dict[Turn, Part]:
         """Its requests that are open, with the parts that they belong to."""
-        return {turn: turn.part for turn in self._open}
+        return {turn: turn.part for turn in self._open if not turn.called_off}
+
+    @property
+    def open_count(self) -> int:
+        """With those that are about to be ended."""
+        return len(self._open)
 
     def arrive(self) -> None:
         """An event comes."""
@@ -73,6 +81,7 @@ class Endpoint:
             self.asked_at[turn] = self.town.now
             if self.town.turns.ask(turn, self.town.now):
                 self.begin(turn)
+            self.town.obey()
 
     def begin(self, turn: Turn) -> None:
         """The turn has come."""
@@ -80,12 +89,18 @@ class Endpoint:
         self.waits_s.append(town.now - self.asked_at.pop(turn))
         self.begun_at.append(town.now)
         self._open.add(turn)
-        took_s = self.takes_s(len(self.begun_at), town.now)
-        town.at(town.now + took_s, lambda: self.end(turn))
+        n = len(self.begun_at)
+        took_s = self.takes_s(n, town.now)
+        self._number[turn] = n
+        town.at(town.now + took_s, lambda: self.end(turn, n))
 
-    def end(self, turn: Turn) -> None:
-        """The receiver has answered."""
-        self.answered += 1
+    def end(self, turn: Turn, number: int) -> None:
+        """The receiver has answered, or its request was called off."""
+        if self._number.get(turn) != number:
+            return
+        del self._number[turn]
+        self.answered += not turn.called_off
+        self.called_off += turn.called_off
         self._open.remove(turn)
         begun = self.town.turns.end(turn, self.town.now)
         self.idle.append(turn)
@@ -93,6 +108,11 @@ class Endpoint:
             self.owed += 1
         self.town.begin(begun)
         self.send()
+
+    def call_off(self, turn: Turn) -> None:
+        """End a request that was called off: it takes a moment."""
+        number = self._number[turn]
+        self.town.at(self.town.now + self.town.ending_s, lambda: self.end(turn, number))
 
     def wait_s(self, share: float, since: float = 0.0) -> float:
         """How long this share of its requests waited for their turn, at the most."""
@@ -108,6 +128,7 @@ class Town:
         self.now = 0.0
         self.endpoints: dict[object, Endpoint] = {}
         self.open_max = 0
+        self.ending_s = 0.0
         self.tenant_in_flight_max: int | None = None
         self.tenant_rate_per_s: float | None = None
         # Nobody wants anything new.
@@ -124,6 +145,12 @@ class Town:
         """Turns have come."""
         for turn in begun:
             self.endpoints[turn.line].begin(turn)
+        self.obey()
+
+    def obey(self) -> None:
+        """End what was called off."""
+        for turn in self.turns.take_called_off():
+            self.endpoints[turn.line].call_off(turn)
 
     def run(self, until: float) -> None:
         """Let time pass."""
@@ -144,6 +171,6 @@ class Town:
             self._look()
 
     def _look(self) -> None:
-        self.open_max = max(self.open_max, self.turns.quick + self.turns.slow)
+        self.open_max = max(self.open_max, self.turns.open)
         for look in self.on_step:
             look(self)

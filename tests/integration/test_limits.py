@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.relay.queueing import CALLED_OFF
 from outbox.store import endpoint_changes
 from tests.support.relay import (
     OK,
@@ -153,4 +154,45 @@ async def test_endpoints_that_hang_are_not_noticed_by_the_others(database: Datab
             await until(lambda n=n: len(network.accepted) == n + 2, 1.5, "what is quick")
         hanging.set()
         await all_ended(database)
+    assert await exceptions(database) == {}
+
+
+async def test_more_endpoints_that_hang_than_there_are_places_are_called_off_and_tried_again(
+    database: Database,
+) -> None:
+    retry = {"base_s": 0.05, "factor": 2.0, "cap_s": 1.0, "attempts_max": 100}
+    for n in range(24):
+        await add_endpoint(database, f"hang{n}", types=["hang"], retry=retry)
+    await add_endpoint(database, types=["a.b"])
+    hangs, answers = asyncio.Event(), asyncio.Event()
+
+    async def answer(sent: Sent) -> Any:
+        if sent.body["type"] == "hang" and hangs.is_set():
+            await answers.wait()
+        return OK
+
+    network = Network(answer)
+    async with running(database, network, in_flight_max=16):
+        await publish(database, "first", type="hang")
+        await all_ended(database)
+        hangs.set()
+        await publish(database, "second", "third", type="hang")
+        for n in range(12):
+            await publish(database, n)
+            await until(lambda n=n: n in network.data(), 4.0, "what is quick")
+        await until(lambda: any(sent.attempt > 1 for sent in network.sent), 10, "another try")
+        async with database.at_hand() as connection:
+            details = await connection.fetch(
+                """SELECT last_answer->>'detail' FROM relay.lane_progress
+                   WHERE last_answer IS NOT NULL"""
+            )
+        assert {row[0] for row in details} == {CALLED_OFF}
+        answers.set()
+        await all_ended(database)
+    assert set(network.in_flight_max.values()) == {1}
+    of_lane: dict[str, list[int]] = {}
+    for sent in network.accepted:
+        of_lane.setdefault(sent.lane, []).append(sent.seq)
+    assert all(seqs == sorted(seqs) for seqs in of_lane.values())
+    assert network.data().count("third") == 24
     assert await exceptions(database) == {}
