@@ -36,6 +36,10 @@ CREATE TABLE outbox (
         CHECK (octet_length(type) <= 255),
     CONSTRAINT type_must_be_dotted_segments_of_letters_digits_underscores
         CHECK (type ~ '^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$'),
+    -- Of those that the relay writes itself (schema/0005_operational.sql) event_id is of
+    -- version 8; who may publish alone has no right to choose one, and gets version 4.
+    CONSTRAINT type_outbox_is_reserved_for_operational_events
+        CHECK (NOT starts_with(type, 'outbox.') OR substr(event_id::text, 15, 1) = '8'),
     CONSTRAINT key_must_be_1_to_512_bytes
         CHECK (octet_length(key) BETWEEN 1 AND 512),
     CONSTRAINT headers_must_be_an_object_of_strings

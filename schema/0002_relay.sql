@@ -57,7 +57,7 @@ CREATE TABLE endpoint (
     -- How a request is made.
     url             text        NOT NULL,
     method          text        NOT NULL DEFAULT 'POST' CHECK (method IN ('POST', 'PUT', 'PATCH')),
-    headers         jsonb       NOT NULL DEFAULT '{}',
+    headers         jsonb       NOT NULL DEFAULT '{}' CHECK (jsonb_typeof(headers) = 'object'),
     connect_timeout_s double precision NOT NULL DEFAULT 5,
     total_timeout_s   double precision NOT NULL DEFAULT 15,
     in_flight_max   integer     CHECK (in_flight_max > 0),            -- NULL: one for each lane
@@ -463,7 +463,9 @@ CREATE TABLE journal (
     kind        text        NOT NULL,
     actor       text        NOT NULL,
     endpoint_id uuid,
-    data        jsonb       NOT NULL DEFAULT '{}'
+    data        jsonb       NOT NULL DEFAULT '{}',
+    -- `actor` is what the writer says; this is how it logged in, and not the writer's to say.
+    session_role name       NOT NULL DEFAULT session_user
 );
 CREATE INDEX journal_endpoint ON journal (endpoint_id, id);
 

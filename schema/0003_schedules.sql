@@ -67,5 +67,8 @@ ALTER TABLE schedule
     DROP COLUMN erased_at,
     ALTER payload SET NOT NULL,
     ALTER id ADD GENERATED ALWAYS AS IDENTITY,
-    ALTER created_at SET DEFAULT clock_timestamp();
+    ALTER created_at SET DEFAULT clock_timestamp(),
+    -- The one of this name went with event_id; the outbox would refuse each of its events.
+    ADD CONSTRAINT type_outbox_is_reserved_for_operational_events
+        CHECK (NOT starts_with(type, 'outbox.'));
 CREATE INDEX schedule_due ON schedule (look_at, id) WHERE state = 'active';

@@ -50,9 +50,9 @@ REVOKE ALL ON FUNCTION rfc3339, lane_name FROM PUBLIC;
 -- dead letters comes at once.
 --
 -- They belong to their endpoint's tenant, as what they tell of does.  Their event_id is of
--- version 8: publish() refuses these types, and who writes to the table has no right on
--- event_id, which is of version 4 by default; so receivers can tell it from a forged one.
--- (A CHECK would refuse that, at the expense of every producer's every statement.)
+-- version 8: publish() refuses these types, and so does the table with an event_id of any
+-- other version.  Who writes to the table has no right on event_id, which is of version 4
+-- by default.
 --
 -- Nor does it wait for a lock for long: acknowledgements wait with it.
 CREATE FUNCTION announce_all(types text[], about uuid[], told jsonb[]) RETURNS bigint

@@ -103,7 +103,8 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'outbox', 'UPDATE', '{payload,headers,erased_at}', NULL),
         ('table', 'outbox', 'INSERT', '{event_id,tenant,type,key,payload,headers}', NULL),
         ('table', 'attempt', 'UPDATE', '{answer}', NULL),
-        ('table', 'journal', 'INSERT', NULL, NULL),
+        -- Neither when it was nor who the session belongs to is the writer's to say.
+        ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data}', NULL),
         ('table', 'token', 'INSERT', NULL, NULL),
         ('table', 'token', 'UPDATE', '{revoked_at,revoked_by}', NULL),
         ('table', 'fetch_token', 'INSERT', NULL, NULL),
@@ -143,7 +144,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'delivery', 'INSERT', NULL, NULL),
         ('table', 'attempt', 'INSERT', NULL, NULL),
         ('table', 'attempt', 'UPDATE', '{answer}', NULL),
-        ('table', 'journal', 'INSERT', NULL, NULL),
+        ('table', 'journal', 'INSERT', '{kind,actor,endpoint_id,data}', NULL),
         ('table', 'dead_letter', 'INSERT', NULL, NULL),
         ('table', 'dead_letter', 'UPDATE', NULL, NULL),
         ('table', 'dead_letter', 'DELETE', NULL, NULL),
@@ -162,9 +163,7 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'future_event', 'DELETE', NULL, NULL),
         ('table', 'schedule', 'UPDATE',
          '{next_at,look_at,last_at,last_run_at,last_outbox_id,last_event_id}', NULL),
-        -- Periods; and to lock once keys, of which old ones are deleted.
-        ('table', 'period', 'INSERT', NULL, NULL),
-        ('table', 'period', 'UPDATE', '{ended_at,last_batch,dropped_at}', NULL),
+        -- To lock once keys, of which old ones are deleted.
         ('table', 'once', 'UPDATE', '{expires_at}', NULL),
         ('table', 'once', 'DELETE', NULL, NULL),
         -- Who asks: tokens are looked up by their hash, and none is made or ended.
@@ -172,13 +171,13 @@ LANGUAGE sql IMMUTABLE SET search_path FROM CURRENT AS $$
         ('table', 'token', 'UPDATE', '{last_used_at}', NULL),
         ('table', 'fetch_token', 'SELECT', NULL, NULL),
         ('table', 'fetch_token', 'UPDATE', '{last_used_at}', NULL),
-        ('sequence', 'outbox_id_seq', 'UPDATE', NULL, NULL),
         ('sequence', 'wakeup', 'UPDATE', NULL, NULL),
         ('sequence', 'replica_id_seq', 'USAGE', NULL, NULL)
     UNION ALL
     SELECT 'function', f.name, 'EXECUTE', NULL, NULL
-      FROM unnest('{add_partition,analyze_parent,announce,announce_all,count_on,empty_partition,
-                    next_generation,summarize}'::text[]) AS f(name)
+      FROM unnest('{add_partition,analyze_parent,announce,announce_all,count_on,drop_period,
+                    empty_partition,end_period,next_generation,settle_period,summarize}'::text[])
+        AS f(name)
 $$;
 
 -- The same with its columns, NULL where it is of all of them, for whatever a later
@@ -197,29 +196,76 @@ END $$;
 
 -- ---------------------------------------------------------- granting them
 
-CREATE FUNCTION grant_purpose(purpose text, role regrole) RETURNS void
+-- Who was granted what, but for the owner, who may do everything.
+CREATE FUNCTION purposes() RETURNS TABLE (purpose text, role regrole)
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT w.purpose, acl.grantee::regrole
+      FROM unnest('{producer,relay,operator,reader}'::text[]) AS w(purpose)
+      JOIN pg_proc p ON p.pronamespace = quote_ident(current_schema())::regnamespace
+       AND p.proname = w.purpose || '_rights'
+     CROSS JOIN LATERAL aclexplode(p.proacl) AS acl
+     WHERE acl.grantee NOT IN (0, p.proowner)
+$$;
+
+-- What a role has here, but for what it owns; as the objects of GRANT and REVOKE.
+CREATE FUNCTION granted_to(role regrole) RETURNS SETOF text
+LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
+    SELECT format('SCHEMA %I', n.nspname) FROM pg_namespace n, aclexplode(n.nspacl) AS acl
+     WHERE n.nspname = current_schema() AND acl.grantee = role AND n.nspowner <> role
+    UNION
+    SELECT format('%s %s', CASE c.relkind WHEN 'S' THEN 'SEQUENCE' ELSE 'TABLE' END, c.oid::regclass)
+      FROM pg_class c
+     WHERE c.relnamespace = quote_ident(current_schema())::regnamespace AND c.relowner <> role
+       AND (EXISTS (SELECT FROM aclexplode(c.relacl) AS acl WHERE acl.grantee = role)
+            OR EXISTS (SELECT FROM pg_attribute a, aclexplode(a.attacl) AS acl
+                        WHERE a.attrelid = c.oid AND acl.grantee = role))
+    UNION
+    SELECT format('ROUTINE %s', p.oid::regprocedure) FROM pg_proc p, aclexplode(p.proacl) AS acl
+     WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+       AND acl.grantee = role AND p.proowner <> role
+$$;
+
+-- Gives a role what these purposes need, and takes away whatever else it has here: what
+-- an earlier version needed, or another purpose.  It is one transaction, so whoever works
+-- with that role meanwhile misses nothing.
+CREATE FUNCTION set_purposes(role regrole, wanted text[]) RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 DECLARE
+    purpose text;
     needed record;
+    object text;
 BEGIN
-    EXECUTE format('GRANT USAGE ON SCHEMA %I TO %s', current_schema(), role);
-    FOR needed IN
-        SELECT r.kind, r.privilege, r.columns,
-               CASE r.kind WHEN 'function' THEN (
-                        SELECT p.oid::regprocedure::text FROM pg_proc p
-                         WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
-                           AND p.proname = r.name)
-                    ELSE quote_ident(r.name) END AS object
-          FROM rights(purpose) r
-        UNION ALL
-        SELECT 'function', 'EXECUTE', NULL, format('%I()', purpose || '_rights')
-    LOOP
-        EXECUTE format('GRANT %s %s ON %s %s TO %s', needed.privilege,
-                       '(' || (SELECT string_agg(quote_ident(c), ', ')
-                                 FROM unnest(needed.columns) AS c) || ')',
-                       needed.kind, needed.object, role);
+    FOR object IN SELECT granted_to(role) LOOP
+        EXECUTE format('REVOKE ALL ON %s FROM %s CASCADE', object, role);
+    END LOOP;
+    FOREACH purpose IN ARRAY wanted LOOP
+        EXECUTE format('GRANT USAGE ON SCHEMA %I TO %s', current_schema(), role);
+        FOR needed IN
+            SELECT r.kind, r.privilege, r.columns,
+                   CASE r.kind WHEN 'function' THEN (
+                            SELECT p.oid::regprocedure::text FROM pg_proc p
+                             WHERE p.pronamespace = quote_ident(current_schema())::regnamespace
+                               AND p.proname = r.name)
+                        ELSE quote_ident(r.name) END AS object
+              FROM rights(purpose) r
+            UNION ALL
+            SELECT 'function', 'EXECUTE', NULL, format('%I()', purpose || '_rights')
+        LOOP
+            EXECUTE format('GRANT %s %s ON %s %s TO %s', needed.privilege,
+                           '(' || (SELECT string_agg(quote_ident(c), ', ')
+                                     FROM unnest(needed.columns) AS c) || ')',
+                           needed.kind, needed.object, role);
+        END LOOP;
     END LOOP;
 END $$;
+
+-- One more purpose, beside those that it has.
+CREATE FUNCTION grant_purpose(purpose text, role regrole) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$
+    SELECT set_purposes(role, ARRAY(
+        SELECT p.purpose FROM purposes() p WHERE p.role = grant_purpose.role
+         UNION SELECT grant_purpose.purpose))
+$$;
 
 CREATE FUNCTION grant_producer(role regrole) RETURNS void
 LANGUAGE sql SET search_path FROM CURRENT AS $$ SELECT grant_purpose('producer', role) $$;
@@ -233,16 +279,9 @@ LANGUAGE sql SET search_path FROM CURRENT AS $$ SELECT grant_purpose('operator',
 CREATE FUNCTION grant_reader(role regrole) RETURNS void
 LANGUAGE sql SET search_path FROM CURRENT AS $$ SELECT grant_purpose('reader', role) $$;
 
--- Who was granted what, but for the owner, who may do everything.
-CREATE FUNCTION purposes() RETURNS TABLE (purpose text, role regrole)
-LANGUAGE sql STABLE SET search_path FROM CURRENT AS $$
-    SELECT w.purpose, acl.grantee::regrole
-      FROM unnest('{producer,relay,operator,reader}'::text[]) AS w(purpose)
-      JOIN pg_proc p ON p.pronamespace = quote_ident(current_schema())::regnamespace
-       AND p.proname = w.purpose || '_rights'
-     CROSS JOIN LATERAL aclexplode(p.proacl) AS acl
-     WHERE acl.grantee NOT IN (0, p.proowner)
-$$;
+-- Takes all of them away.
+CREATE FUNCTION revoke_purposes(role regrole) RETURNS void
+LANGUAGE sql SET search_path FROM CURRENT AS $$ SELECT set_purposes(role, '{}') $$;
 
 -- Brings everybody's rights up to date; each migration ends with it.  PostgreSQL lets
 -- everybody execute a new function, and of ours nobody should because of that.
@@ -250,7 +289,7 @@ CREATE FUNCTION settle_rights() RETURNS void
 LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
     EXECUTE format('REVOKE ALL ON ALL FUNCTIONS IN SCHEMA %I FROM PUBLIC', current_schema());
-    PERFORM grant_purpose(p.purpose, p.role) FROM purposes() p;
+    PERFORM set_purposes(p.role, array_agg(p.purpose)) FROM purposes() p GROUP BY p.role;
 END $$;
 
 -- ------------------------------------------------- what only an owner can do
@@ -276,6 +315,109 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path FROM CURRENT AS $$
               FROM endpoint e CROSS JOIN LATERAL jsonb_each(e.headers) h) AS s
      GROUP BY 1 ORDER BY 1 NULLS FIRST
 $$;
+
+-- Ends the period that is written, and begins the next one; whether it was that one.  The
+-- next one has its partitions, or producers would fail; and its ids are moved on to, never
+-- back, which a rollback does not undo.  Like the two below it holds the cursor row: see
+-- outbox/store/retention.py.
+CREATE FUNCTION end_period(kind text, number bigint) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    parents regclass[] := CASE end_period.kind WHEN 'events' THEN '{outbox}'::regclass[]
+                               ELSE '{batch,delivery,attempt}'::regclass[] END;
+    next_one bigint := end_period.number + 1;
+    begins_at bigint := next_one * 100000000000;
+    ids regclass := pg_get_serial_sequence('outbox', 'id');
+BEGIN
+    PERFORM FROM cursor FOR UPDATE;
+    IF EXISTS (SELECT FROM unnest(parents) AS of(parent)
+                WHERE NOT EXISTS (
+                      SELECT FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+                       WHERE i.inhparent = of.parent AND NOT i.inhdetachpending
+                         AND c.relname = (SELECT relname FROM pg_class WHERE oid = of.parent)
+                                         || '_' || next_one)) THEN
+        RETURN false;
+    END IF;
+    UPDATE period p SET ended_at = clock_timestamp()
+     WHERE p.kind = end_period.kind AND p.number = end_period.number AND p.ended_at IS NULL;
+    IF NOT FOUND THEN
+        RETURN false;
+    END IF;
+    INSERT INTO period (kind, number, high)
+    SELECT end_period.kind, next_one, b.high FROM batch b ORDER BY b.batch DESC LIMIT 1;
+    IF end_period.kind = 'log' THEN
+        -- A batch that holds nothing.
+        INSERT INTO batch (batch, high, young)
+        SELECT begins_at, b.high, b.young FROM batch b ORDER BY b.batch DESC LIMIT 1;
+    ELSIF coalesce(pg_sequence_last_value(ids), 0) < begins_at - 1 THEN
+        PERFORM setval(ids, begins_at - 1);
+    END IF;
+    RETURN true;
+END $$;
+
+-- Says which batch was the newest when all events of a period that ended were sequenced,
+-- or were known never to come; whether that is so.
+CREATE FUNCTION settle_period(number bigint) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    first_id bigint := settle_period.number * 100000000000;
+    end_id bigint := first_id + 100000000000;
+    ids regclass := pg_get_serial_sequence('outbox', 'id');
+    quiet boolean;
+    settled bigint;
+BEGIN
+    PERFORM FROM cursor FOR UPDATE;
+    -- All of its ids were given out before this is looked up: whether none of the
+    -- transactions that may have got one is open.  Then what they wrote is looked for.
+    quiet := NOT EXISTS (
+        SELECT FROM pg_locks
+         WHERE locktype = 'relation' AND mode = 'RowExclusiveLock' AND relation = ids
+           AND pid IS DISTINCT FROM pg_backend_pid()
+           AND database = (SELECT oid FROM pg_database WHERE datname = current_database()));
+    SELECT b.batch INTO settled
+      FROM (SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1) b
+     WHERE pg_sequence_last_value(ids) >= end_id - 1
+       AND NOT EXISTS (SELECT FROM gap WHERE lo < end_id AND hi >= first_id)
+       AND NOT b.young && int8range(first_id, end_id)
+       AND (b.high >= end_id - 1
+            OR quiet AND NOT EXISTS (SELECT FROM outbox WHERE id > b.high AND id < end_id));
+    UPDATE period p SET last_batch = settled
+     WHERE p.kind = 'events' AND p.number = settle_period.number AND settled IS NOT NULL
+       AND p.ended_at IS NOT NULL AND p.last_batch IS NULL;
+    RETURN FOUND;
+END $$;
+
+-- Decides, now and for good, that a period is dropped: only ever the oldest, when it ended,
+-- all of it was sequenced, and no lane owes anything of it.  Nothing goes at once: what does
+-- not own the partitions can empty them an hour later (empty_partition).
+CREATE FUNCTION drop_period(kind text, number bigint)
+RETURNS TABLE (began_at timestamptz, ended_at timestamptz)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    last_one bigint;
+BEGIN
+    PERFORM FROM cursor FOR UPDATE;
+    SELECT CASE p.kind WHEN 'events' THEN p.last_batch
+                ELSE (p.number + 1) * 100000000000 - 1 END INTO last_one
+      FROM period p
+     WHERE p.kind = drop_period.kind AND p.number = drop_period.number
+       AND p.ended_at IS NOT NULL AND p.dropped_at IS NULL
+       AND NOT EXISTS (SELECT FROM period older
+                        WHERE older.kind = p.kind AND older.number < p.number
+                          AND older.dropped_at IS NULL);
+    IF last_one IS NULL OR EXISTS (
+           SELECT FROM lane_progress l JOIN lane_counter c ON c.lane_id = l.lane_id
+            WHERE c.last_seq > l.acked_seq AND l.floor_batch <= last_one) THEN
+        RETURN;
+    END IF;
+    RETURN QUERY
+        UPDATE period p SET dropped_at = clock_timestamp()
+         WHERE p.kind = drop_period.kind AND p.number = drop_period.number
+        RETURNING p.began_at, p.ended_at;
+END $$;
 
 -- Makes the partition of a period that is written, or soon will be.
 CREATE FUNCTION add_partition(parent regclass, number bigint) RETURNS void

@@ -120,7 +120,7 @@ class Teller:
         if self.own is None:
             return replace(row, data=data)
         data = {name: value for name, value in data.items() if name not in INSIDES}
-        return replace(row, actor=self.who(row.actor) or OPERATOR, data=data)
+        return replace(row, actor=self.who(row.actor) or OPERATOR, session_role=None, data=data)
 
     def story(self, story: Story) -> Story:
         """The life of an event."""

@@ -38,6 +38,7 @@ Examples:
   outbox migrate
   outbox migrate --producer app            the role "app" may publish, nothing else
   outbox migrate --relay app_relay         and "app_relay" may run outbox relay
+  outbox migrate --revoke app --reader app looks from now on, and publishes no more
   outbox migrate --check || outbox migrate
   outbox migrate --sql > outbox.sql        for those who apply SQL by hand
 """
@@ -61,6 +62,12 @@ Examples:
     "--reader", multiple=True, metavar="ROLE", help="Let a role look at everything but secrets."
 )
 @click.option(
+    "--revoke",
+    multiple=True,
+    metavar="ROLE",
+    help="Take all of that away from a role, before the others are given theirs.",
+)
+@click.option(
     "--payload-bytes-max",
     type=int,
     metavar="N",
@@ -73,6 +80,7 @@ def command(
     check: bool,
     as_sql: bool,
     from_version: int,
+    revoke: tuple[str, ...],
     payload_bytes_max: int | None,
     as_json: bool,
     **named: tuple[str, ...],
@@ -85,8 +93,9 @@ def command(
     if check and as_sql:
         raise UsageError("say one of --check and --sql, not both")
     roles = [(purpose, role) for purpose in migrate.PURPOSES for role in named[purpose]]
-    if check and (roles or payload_bytes_max is not None):
-        given = f"--{roles[0][0]}" if roles else "--payload-bytes-max"
+    if check and (roles or revoke or payload_bytes_max is not None):
+        given = "--revoke" if revoke else "--payload-bytes-max"
+        given = f"--{roles[0][0]}" if roles else given
         raise UsageError(f"--check changes nothing; it does not go with {given}")
     if as_sql:
         if as_json:
@@ -95,6 +104,7 @@ def command(
             settings.schema_name,
             after=from_version,
             roles=roles,
+            revoked=revoke,
             payload_bytes_max=payload_bytes_max,
         )
         click.echo(script, nl=False)
@@ -103,7 +113,7 @@ def command(
     elif check:
         run_async(_check(settings, as_json))
     else:
-        run_async(_migrate(settings, roles, payload_bytes_max, as_json))
+        run_async(_migrate(settings, roles, revoke, payload_bytes_max, as_json))
 
 
 async def _check(settings: Settings, as_json: bool) -> None:
@@ -126,13 +136,18 @@ async def _check(settings: Settings, as_json: bool) -> None:
 async def _migrate(
     settings: Settings,
     roles: Sequence[tuple[str, str]],
+    revoked: Sequence[str],
     payload_bytes_max: int | None,
     as_json: bool,
 ) -> None:
     schema = settings.schema_name
     async with database(settings, current=False) as connection:
         done = await migrate.migrate(
-            connection, schema, roles=roles, payload_bytes_max=payload_bytes_max
+            connection,
+            schema,
+            roles=roles,
+            revoked=revoked,
+            payload_bytes_max=payload_bytes_max,
         )
         dropped = await _drop_partitions(connection)
         version = (await migrate.status(connection, schema)).version
@@ -144,6 +159,7 @@ async def _migrate(
                 "version": version,
                 "applied": applied,
                 "roles": [{"purpose": purpose, "role": role} for purpose, role in roles],
+                "revoked": list(revoked),
                 "partitions_dropped": dropped,
                 "payload_bytes_max": payload_bytes_max,
             }
@@ -153,6 +169,8 @@ async def _migrate(
         click.echo(f'schema "{schema}" is at version {version}; applied {", ".join(applied)}')
     else:
         click.echo(f'schema "{schema}" is up to date, at version {version}')
+    for role in revoked:
+        click.echo(f'role "{role}" had what it could do here taken away')
     for purpose, role in roles:
         click.echo(f'role "{role}" {_MAY[purpose]}')
     if dropped:

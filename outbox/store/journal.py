@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 ID_MAX = 2**63 - 1
 
 _COLUMNS = """
-SELECT j.id, j.at, j.kind, j.actor, j.endpoint_id, j.data::text AS data, e.name AS endpoint
+SELECT j.id, j.at, j.kind, j.actor, j.session_role, j.endpoint_id, j.data::text AS data,
+       e.name AS endpoint
 """
 
 LIST_ALL = f"""
@@ -50,7 +51,9 @@ class JournalRow:
     at: datetime
     kind: str
     actor: str
-    """Who did it: a person, a token, or a relay."""
+    """Who did it, by its own word: a person, a token, or a relay."""
+    session_role: str | None
+    """The database role that wrote this down; to a tenant's token, null."""
     endpoint_id: UUID | None
     endpoint: str | None
     """Its name now."""

@@ -85,6 +85,7 @@ END $$;"""
 READ_PAYLOAD_LIMIT = "SELECT payload_bytes_max()"
 SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
 GRANT = "grant_{}({}::regrole)"
+REVOKE = "revoke_purposes({}::regrole)"
 
 # What a file added is granted to whom it is for, and to nobody else: before the file of
 # roles there is nobody yet.
@@ -219,6 +220,7 @@ async def migrate(
     schema: str,
     *,
     roles: Sequence[tuple[str, str]] = (),
+    revoked: Sequence[str] = (),
     payload_bytes_max: int | None = None,
 ) -> list[Migration]:
     """Apply what is pending, each file in a transaction of its own.
@@ -227,6 +229,7 @@ async def migrate(
         connection: outside of a transaction; its search path does not matter.
         schema: created when it is missing.
         roles: purposes, and existing roles that get what those need.
+        revoked: roles that lose all that they have here, before any gets something.
         payload_bytes_max: the limit on payloads, as text; None leaves it.
 
     Returns:
@@ -247,7 +250,7 @@ async def migrate(
                 await connection.execute(_perform(LOCK.format(quote_literal(schema))))
                 found = await status(connection, schema)
                 if not found.pending:
-                    await _apply_settings(connection, schema, roles, payload_bytes_max)
+                    await _apply_settings(connection, schema, roles, revoked, payload_bytes_max)
                     return done
                 await _apply(connection, schema, found.pending[0])
             done.append(found.pending[0])
@@ -294,12 +297,14 @@ async def _apply_settings(
     connection: Connection[Any],
     schema: str,
     roles: Sequence[tuple[str, str]],
+    revoked: Sequence[str],
     payload_bytes_max: int | None,
 ) -> None:
     await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
-    for purpose, role in roles:
+    changes = [(role, _revoke(role)) for role in revoked]
+    for role, change in [*changes, *((role, _grant(purpose, role)) for purpose, role in roles)]:
         try:
-            await connection.execute(_grant(purpose, role))
+            await connection.execute(change)
         except asyncpg.UndefinedObjectError:
             raise UsageError(f'role "{role}" does not exist; CREATE ROLE it first') from None
     if payload_bytes_max is None:
@@ -325,6 +330,7 @@ def sql(
     *,
     after: int = 0,
     roles: Sequence[tuple[str, str]] = (),
+    revoked: Sequence[str] = (),
     payload_bytes_max: int | None = None,
 ) -> str:
     """Everything that `migrate` would do, as one script to apply by hand.
@@ -356,6 +362,7 @@ def sql(
     for migration in known[after:]:
         parts.append(f"\n-- {migration}.sql\n\n{migration.sql.strip()}")
         parts += [f"{statement};" for statement in _afterwards(migration)]
+    parts += [f"{_revoke(role)};" for role in revoked]
     parts += [f"{_grant(purpose, role)};" for purpose, role in roles]
     if payload_bytes_max is not None:
         parts.append(f"{_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max))};")
@@ -376,6 +383,10 @@ def _afterwards(migration: Migration) -> list[str]:
 
 def _grant(purpose: str, role: str) -> str:
     return _perform(GRANT.format(purpose, quote_literal(quote_ident(role))))
+
+
+def _revoke(role: str) -> str:
+    return _perform(REVOKE.format(quote_literal(quote_ident(role))))
 
 
 def _perform(call: str) -> str:

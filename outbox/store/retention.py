@@ -31,7 +31,6 @@ from outbox.store.changes import LOCK_CURSOR, write_journal
 from outbox.store.cursor import SIGN_CURSOR
 from outbox.store.erase import sweep
 from outbox.store.notify import WAKE_ALL
-from outbox.store.reading import HOLDERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -68,41 +67,15 @@ SELECT EXISTS (
        AND NOT i.inhdetachpending)
 """
 
-END_PERIOD = """
-UPDATE period SET ended_at = clock_timestamp()
- WHERE kind = $1 AND number = $2 AND ended_at IS NULL
-RETURNING number
-"""
-BEGIN_PERIOD = """
-INSERT INTO period (kind, number, high)
-SELECT $1, $2, high FROM batch ORDER BY batch DESC LIMIT 1
-"""
-# Only ever onwards.  Not undone by a rollback, after which it is there already.
-MOVE_IDS = """
-SELECT setval(seq, $1::bigint - 1)
-  FROM CAST(pg_get_serial_sequence('outbox', 'id') AS regclass) AS seq
- WHERE coalesce(pg_sequence_last_value(seq), 0) < $1::bigint - 1
-"""
-MOVE_BATCHES = """
-INSERT INTO batch (batch, high, young)
-SELECT $1::bigint, high, young FROM batch ORDER BY batch DESC LIMIT 1
-"""
+# What is decided of a period is written by functions that look for themselves whether it
+# may be: a relay has no right to write it (schema/0007_roles.sql).
 
-SEQUENCE = "SELECT pg_get_serial_sequence('outbox', 'id')::regclass::oid"
-
-# All ids below $2 were given out before $3 was looked up, which says whether none of
-# the transactions that may have got one is open.
-SETTLED = """
-SELECT b.batch
-  FROM (SELECT batch, high, young FROM batch ORDER BY batch DESC LIMIT 1) b
- WHERE pg_sequence_last_value(pg_get_serial_sequence('outbox', 'id')::regclass)
-       >= $2::bigint - 1
-   AND NOT EXISTS (SELECT FROM gap WHERE lo < $2 AND hi >= $1)
-   AND NOT b.young && int8range($1::bigint, $2)
-   AND (b.high >= $2 - 1
-        OR $3::boolean AND NOT EXISTS (SELECT FROM outbox WHERE id > b.high AND id < $2))
-"""
-SETTLE = "UPDATE period SET last_batch = $2 WHERE kind = 'events' AND number = $1"
+# Ends the newest period and moves the numbers on to the next one: ids by `setval`, which a
+# rollback does not undo, batches by one that holds nothing.
+END_PERIOD = "SELECT end_period($1, $2)"
+# Whether all that ever will be in a period that ended is sequenced; the newest batch is
+# the last one that can hold any of it, then.
+SETTLE_PERIOD = "SELECT settle_period($1)"
 
 # Lanes that may owe something of batches up to $1, by their checkpoints.  What they
 # are given later is not of these, so who was not among them never will be.
@@ -167,11 +140,8 @@ PINNED_BY_JOBS = """
 SELECT EXISTS (SELECT FROM replay_part WHERE ended_at IS NULL AND from_id < $1)
 """
 
-DROP_PERIOD = """
-UPDATE period SET dropped_at = clock_timestamp()
- WHERE kind = $1 AND number = $2 AND dropped_at IS NULL
-RETURNING began_at, ended_at
-"""
+# Asks anew what lanes owe; nothing comes back of what is not to go.
+DROP_PERIOD = "SELECT began_at, ended_at FROM drop_period($1, $2)"
 
 # Ranges that are too old to keep a period: they cannot be sent again any more.  Those of
 # newer batches, too: what is in them may be sent again a second time, and of any age.
@@ -317,13 +287,9 @@ class RetentionStore:
         if period.kind == "events" and not await self._known_to_all(period.number + 1):
             return
         async with self._holding():
-            if await self._db.fetchval(END_PERIOD, period.kind, period.number) is None:
+            if not await self._db.fetchval(END_PERIOD, period.kind, period.number):
                 return
-            await self._db.execute(BEGIN_PERIOD, period.kind, period.number + 1)
-            if period.kind == "events":
-                await self._db.execute(MOVE_IDS, period.end)
-            else:
-                await self._db.execute(MOVE_BATCHES, period.end)
+            if period.kind == "log":
                 # Whoever leads must not write the batch after the one it knows.  Its name
                 # tells, and not the newest batch: a statement that waits for the row sees
                 # what is new of it, and all else as it was before.
@@ -345,11 +311,7 @@ class RetentionStore:
 
     async def _settle(self, period: Period) -> None:
         async with self._holding():
-            oid = await self._db.fetchval(SEQUENCE)
-            quiet = not await self._db.fetch(HOLDERS, oid)
-            batch = await self._db.fetchval(SETTLED, period.first, period.end, quiet)
-            if batch is not None:
-                await self._db.execute(SETTLE, period.number, batch)
+            await self._db.execute(SETTLE_PERIOD, period.number)
 
     # ---------------------------------------------------------------- decide
 

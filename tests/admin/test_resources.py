@@ -142,6 +142,7 @@ async def test_the_journal_is_read_from_its_end(database: Database, api: Api) ->
     assert rows[0] == {
         **rows[0],
         "actor": "token all",
+        "session_role": await fetchval(database, "SELECT current_user"),
         "endpoint": "shop",
         "data": {"name": "shop", "why": None},
     }

@@ -245,6 +245,7 @@ async def test_operators_and_relays_are_told_as_such(server: Server) -> None:
         assert listed["state_by"] == "operator"
         resumed = [r for r in await acme.items("/v1/journal") if r["kind"] == "endpoint_resumed"]
         assert [row["actor"] for row in resumed] == ["token acme-helper", "operator"]
+        assert {row["session_role"] for row in resumed} == {None}
         (schedule,) = await acme.items("/v1/schedules")
         assert schedule["state_by"] in (None, "token acme-helper")
         (job,) = await acme.items("/v1/replays", state="all")

@@ -81,6 +81,7 @@ def test_migrate(outbox: Command, empty_database: Database) -> None:
         "version": LAST,
         "applied": [],
         "roles": [],
+        "revoked": [],
         "partitions_dropped": 0,
         "payload_bytes_max": None,
     }
@@ -129,6 +130,7 @@ def test_migrate_grants_and_limits(here: Command, database: Database) -> None:
     as_json = here("migrate", "--producer", "app", "--json").json
     assert as_json["roles"] == [{"purpose": "producer", "role": "app"}]
     assert as_json["payload_bytes_max"] is None
+    assert as_json["revoked"] == []
     as_app = {"OUTBOX_DSN": database.server.embedded.dsn(database.name, user="app")}
     assert here("publish", "a.b", **as_app).code == 0
     too_large = here("publish", "a.b", "--payload", '"' + "x" * 5000 + '"', **as_app)
@@ -143,6 +145,24 @@ def test_migrate_grants_and_limits(here: Command, database: Database) -> None:
     denied = here("status", **as_app)
     assert denied.code == 3
     assert "permission denied for table migration" in denied.error
+
+
+def test_what_a_role_may_do_is_taken_away(here: Command, database: Database) -> None:
+    execute(database, "DROP ROLE IF EXISTS app; CREATE ROLE app LOGIN")
+    assert here("migrate", "--producer", "app").code == 0
+    as_app = {"OUTBOX_DSN": database.server.embedded.dsn(database.name, user="app")}
+    assert here("migrate", "--revoke", "app", "--check").code == 2
+    assert here("migrate", "--revoke", "no_such_role").code == 2
+    assert here("migrate", "--revoke", "app", "--reader", "app").out == (
+        f'schema "relay" is up to date, at version {LAST}\n'
+        'role "app" had what it could do here taken away\n'
+        'role "app" may look at everything but secrets\n'
+    )
+    assert here("publish", "a.b", **as_app).code == 3
+    assert here("status", **as_app).code == 0
+    assert here("migrate", "--revoke", "app", "--json").json["revoked"] == ["app"]
+    assert here("status", **as_app).code == 3
+    execute(database, "DROP OWNED BY app; DROP ROLE app")
 
 
 # ------------------------------------------------------------------ publish

@@ -8,9 +8,12 @@ import asyncpg
 import pytest
 
 from outbox.core.names import quote_ident
+from outbox.core.periods import WIDTH
+from outbox.store import journal
 from outbox.store import migrate as module
 from outbox.store.migrate import PURPOSES, Migration, migrate, migrations
 from outbox.store.partitions import PartitionStore
+from tests.support import ranges
 from tests.support.doctor import PATH, findings
 from tests.support.relay import add_endpoint, fetchval, publish
 from tests.support.roles import role
@@ -25,13 +28,16 @@ OWNERS_RIGHTS = {
     "add_partition",
     "analyze_parent",
     "claim_once",
+    "drop_period",
     "empty_partition",
+    "end_period",
     "header_names",
     "publish",
     "publish_many",
     "reset_once",
     "ring",
     "secrets_kept",
+    "settle_period",
     "summarize",
 }
 """Functions that run with the rights of their owner."""
@@ -58,6 +64,14 @@ NOBODY_MAY = (
     "DROP TABLE outbox_0",
     "UPDATE journal SET actor = 'nobody'",
     "DELETE FROM journal",
+    "INSERT INTO journal (kind, actor, at) VALUES ('a', 'b', '2000-01-01')",
+    "INSERT INTO journal (kind, actor, session_role) VALUES ('a', 'b', 'c')",
+    "INSERT INTO journal (id, kind, actor) OVERRIDING SYSTEM VALUE VALUES (1, 'a', 'b')",
+    "INSERT INTO period (kind, number) VALUES ('events', 9000000)",
+    "UPDATE period SET dropped_at = '2000-01-01' WHERE number = 0",
+    "UPDATE period SET ended_at = '2000-01-01'",
+    "UPDATE period SET last_batch = 0",
+    "SELECT setval('outbox_id_seq', 99999999999999)",
     "UPDATE migration SET version = 99",
     "UPDATE attempt SET outcome = 'delivered'",
     "DELETE FROM attempt",
@@ -74,6 +88,7 @@ NOBODY_MAY = (
     "SELECT grant_purpose('relay', current_user::regrole)",
     "SELECT grant_producer(current_user::regrole)",
     "SELECT grant_relay(current_user::regrole)",
+    "SELECT set_purposes(current_user::regrole, '{relay}')",
     "SELECT * FROM public.theirs",
     "INSERT INTO public.theirs VALUES (1)",
 )
@@ -128,7 +143,6 @@ MAY_NOT = {
         "UPDATE outbox SET id = 7",
         "UPDATE outbox SET created_at = now()",
         "SELECT nextval('outbox_id_seq')",
-        "SELECT setval('outbox_id_seq', 1)",
         "UPDATE cursor SET writer = 7",
         "UPDATE lane_progress SET acked_seq = 7",
         "INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,"
@@ -137,7 +151,9 @@ MAY_NOT = {
         "INSERT INTO batch (batch, high) VALUES (7, 7)",
         "INSERT INTO replica (name, version, pids, lease_s, expires_at)"
         " VALUES ('a', 'b', '{}', 1, now())",
-        "UPDATE period SET dropped_at = now()",
+        "SELECT end_period('events', 0)",
+        "SELECT settle_period(0)",
+        "SELECT drop_period('events', 0)",
         "SELECT add_partition('outbox', 3)",
         "SELECT empty_partition('outbox', 0)",
     ),
@@ -385,6 +401,106 @@ async def test_a_role_that_was_granted_nothing_any_more_is_left_alone(
             await connection.execute("SELECT FROM outbox")
 
 
+@pytest.mark.one_major
+async def test_a_role_loses_what_its_purposes_do_not_need_any_more(
+    database: Database, owner: Connection[Any]
+) -> None:
+    async with role(database, "relay", "reader") as name:
+        had = await _rights_of(owner, "relay", name)
+        # As if an earlier version had needed these.
+        await owner.execute(f"""
+            GRANT UPDATE ON period TO "{name}";
+            GRANT UPDATE (hash), INSERT (hash) ON token TO "{name}";
+            GRANT UPDATE ON SEQUENCE outbox_id_seq TO "{name}";
+            GRANT EXECUTE ON FUNCTION set_payload_bytes_max TO "{name}";
+            GRANT CREATE ON SCHEMA relay TO "{name}"
+        """)
+        assert await _rights_of(owner, "relay", name) > had
+        await owner.execute("SELECT settle_rights()")
+        assert await _rights_of(owner, "relay", name) == had
+        creates = "SELECT has_schema_privilege($1::text, 'relay', 'CREATE')"
+        assert await owner.fetchval(creates, name) is False
+
+
+@pytest.mark.one_major
+async def test_what_a_role_can_do_is_taken_away_and_nobody_sees_a_gap(
+    database: Database, owner: Connection[Any]
+) -> None:
+    async with role(database, "producer", "operator") as name, role(database, "reader") as other:
+        others = await _rights_of(owner, "relay", other)
+        works = await _as(database, name)
+        async with owner.transaction():
+            await owner.execute("SELECT settle_rights()")
+            await works.execute("SELECT publish('a.b', '{}'); SELECT FROM endpoint")
+        await works.execute("SELECT publish('a.b', '{}'); SELECT FROM endpoint")
+        await migrate(owner, "relay", revoked=[name], roles=[("reader", name)])
+        assert await _rights_of(owner, "relay", name) == others
+        await migrate(owner, "relay", revoked=[name])
+        assert await _rights_of(owner, "relay", name) == set()
+        with pytest.raises((asyncpg.InsufficientPrivilegeError, asyncpg.UndefinedTableError)):
+            await works.execute("SELECT FROM relay.outbox")
+        assert await _rights_of(owner, "relay", other) == others
+
+
+@pytest.mark.one_major
+async def test_the_owner_loses_nothing(database: Database, owner: Connection[Any]) -> None:
+    me = await owner.fetchval("SELECT quote_ident(current_user)")
+    before = await _rights_of(owner, "relay", await owner.fetchval("SELECT current_user"))
+    await owner.execute(f"SELECT grant_reader('{me}'), revoke_purposes('{me}')")
+    after = await _rights_of(owner, "relay", await owner.fetchval("SELECT current_user"))
+    assert after >= before
+
+
+# ---------------------------------------------------------------- what is believed
+
+
+@pytest.mark.one_major
+async def test_who_has_no_right_on_an_events_id_cannot_forge_operational_ones(
+    database: Database, owner: Connection[Any]
+) -> None:
+    forged = "INSERT INTO relay.outbox (type, payload) VALUES ('outbox.endpoint.disabled', '{}')"
+    async with role(database, "producer") as name, role(database, "operator") as operator:
+        for connection in (await _as(database, name), owner):
+            with pytest.raises(asyncpg.CheckViolationError, match="type_outbox_is_reserved"):
+                await connection.execute(forged)
+        scheduled = """
+            INSERT INTO schedule (name, cron, timezone, misfire, grace_s, overlap, next_at,
+                                  look_at, type, payload)
+            VALUES ('s', '@daily', 'UTC', 'all', 1, 'allow', now(), now(), 'outbox.x', '{}')"""
+        with pytest.raises(asyncpg.CheckViolationError, match="type_outbox_is_reserved"):
+            await (await _as(database, operator)).execute(scheduled)
+        await add_endpoint(database, "told", types=["outbox.**"])
+        assert await owner.fetchval("SELECT announce('outbox.endpoint.disabled', NULL, '{}')")
+    assert await fetchval(database, "SELECT array_agg(type) FROM outbox") == [
+        "outbox.endpoint.disabled"
+    ]
+
+
+@pytest.mark.one_major
+async def test_a_row_of_the_journal_names_the_role_that_wrote_it(
+    database: Database, owner: Connection[Any]
+) -> None:
+    async with role(database, "operator") as name:
+        operator = await _as(database, name)
+        # Another role of its own changes nothing.
+        await operator.execute("""
+            SET ROLE NONE;
+            INSERT INTO journal (kind, actor, data) VALUES ('endpoint_paused', 'ann@desk', '{}')
+        """)
+        (row, *_) = await journal.page(owner, "relay")
+        assert (row.actor, row.session_role) == ("ann@desk", name)
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("headers", ["[]", '"a"', "null"])
+async def test_headers_of_an_endpoint_are_an_object(
+    database: Database, owner: Connection[Any], headers: str
+) -> None:
+    await add_endpoint(database, headers={"X-Ours": "1"})
+    with pytest.raises(asyncpg.CheckViolationError, match="endpoint_headers"):
+        await owner.execute("UPDATE endpoint SET headers = $1::text::jsonb", headers)
+
+
 # ------------------------------------------------------------------- the doctor
 
 
@@ -441,6 +557,75 @@ async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
     assert "PUBLIC may define things in the schema" in found.says
     await owner.execute(str(found.do))
     assert [f for f in await _says(owner) if f.severity == "problem"] == []
+
+
+# --------------------------------------------------------------------- periods
+
+
+async def _empties(relay: Connection[Any]) -> bool:
+    try:
+        return bool(await relay.fetchval("SELECT empty_partition('outbox', 0)"))
+    except asyncpg.InvalidParameterValueError:
+        return False
+
+
+@pytest.mark.one_major
+async def test_a_relay_drops_nothing_that_is_written_owed_or_not_the_oldest(
+    database: Database, owner: Connection[Any]
+) -> None:
+    drop = "SELECT count(*) FROM drop_period($1, $2)"
+    await add_endpoint(database)
+    await publish(database, 1)
+    await ranges.sequence_all(database)
+    async with role(database, "relay") as name:
+        relay = await _as(database, name)
+        assert await relay.fetchval(drop, "events", 0) == 0  # It did not end,
+        assert await relay.fetchval(drop, "log", 0) == 0
+        assert await relay.fetchval("SELECT end_period('events', 0)")
+        assert await relay.fetchval("SELECT end_period('log', 0)")
+        assert await relay.fetchval(drop, "events", 0) == 0  # is not settled,
+        assert await relay.fetchval("SELECT settle_period(1)") is False
+        assert await relay.fetchval("SELECT settle_period(0)")
+        assert await relay.fetchval("SELECT settle_period(0)") is False
+        assert await relay.fetchval(drop, "events", 0) == 0  # is owed,
+        assert await relay.fetchval(drop, "log", 0) == 0
+        await relay.execute("UPDATE lane_progress SET acked_seq = 1")
+        assert await relay.fetchval("SELECT end_period('log', 1)")
+        assert await relay.fetchval(drop, "log", 1) == 0  # is not the oldest,
+        assert await relay.fetchval(drop, "log", 2) == 0  # is written.
+        assert await relay.fetchval(drop, "events", 0) == 1
+        assert await relay.fetchval(drop, "events", 0) == 0  # Once and for all.
+        assert await relay.fetchval(drop, "log", 0) == 1
+        assert await relay.fetchval(drop, "log", 1) == 1
+        # Even then there is an hour for somebody to see it.
+        assert not await _empties(relay)
+        await owner.execute("UPDATE period SET dropped_at = dropped_at - interval '61 min'")
+        assert await _empties(relay)
+
+
+@pytest.mark.one_major
+async def test_a_period_begins_once_and_only_where_its_partitions_are(
+    database: Database, owner: Connection[Any]
+) -> None:
+    ends = "SELECT end_period($1, $2)"
+    async with role(database, "relay") as name:
+        relay = await _as(database, name)
+        for kind in ("events", "log"):
+            assert await relay.fetchval(ends, kind, 1) is False
+            assert await relay.fetchval(ends, kind, 9_000_000) is False
+            assert await relay.fetchval(ends, kind, 0) is True
+            assert await relay.fetchval(ends, kind, 0) is False
+            assert await relay.fetchval(ends, kind, 1) is True
+            assert await relay.fetchval(ends, kind, 2) is False  # There is no partition 3.
+        assert await relay.fetchval("SELECT add_partition('delivery', 3)") is None
+        assert await relay.fetchval(ends, "log", 2) is False  # And the others?
+    await publish(database, 1)
+    assert await owner.fetchval("SELECT id FROM outbox") == 2 * WIDTH
+    assert await owner.fetchval("SELECT array_agg(batch ORDER BY batch) FROM batch") == [
+        0,
+        WIDTH,
+        2 * WIDTH,
+    ]
 
 
 # ------------------------------------------------------------------ partitions

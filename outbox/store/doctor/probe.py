@@ -30,7 +30,11 @@ SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp()) AS rela
        current_user AS role, 'outbox-probe-' || pg_backend_pid() AS channel
 """
 
-PUBLISH = f"INSERT INTO outbox (type, payload) VALUES ('{TYPE}', '{{}}') RETURNING id"  # noqa: S608
+# With an event_id of version 8, as a reserved type has.
+PUBLISH = f"""
+INSERT INTO outbox (event_id, type, payload)
+VALUES (overlay(gen_random_uuid()::text PLACING '8' FROM 15)::uuid, '{TYPE}', '{{}}') RETURNING id
+"""  # noqa: S608 (constants only)
 
 # A commit that wrote nothing would not wait for the disk.  Nobody reads this message.
 WRITE = f"SELECT pg_logical_emit_message(true, '{TYPE}', '')"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from outbox.store import cursor, retention
+from tests.sim.database.statements.retention import dropped, settled
 from tests.sim.mutants.catalogue import mutant
 
 if TYPE_CHECKING:
-    from tests.sim.database.engine import Row, Transaction
+    from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
 
@@ -22,11 +23,7 @@ def _always(sim: Simulation) -> None:
 def a_period_dropped_that_holds_an_open_gap(sim: Simulation) -> None:
     """When a period has ended, all that is going to be in it is there."""
     _always(sim)
-
-    def settled(db: Database, tx: Transaction, first: int, end: int, quiet: bool) -> list[Row]:
-        return [{"batch": db.batches[-1].batch}]
-
-    sim.database.changed[retention.SETTLED] = settled
+    sim.database.changed[retention.SETTLE_PERIOD] = settled
 
 
 @mutant
@@ -34,6 +31,7 @@ def a_period_dropped_that_lanes_still_owe(sim: Simulation) -> None:
     """What is old enough goes, whoever still waits for it."""
     _always(sim)
     sim.database.changed[retention.OWING] = lambda db, tx, last_batch: [{"exists": False}]
+    sim.database.changed[retention.DROP_PERIOD] = dropped
 
 
 @mutant

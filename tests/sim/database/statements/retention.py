@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+from outbox.core.periods import WIDTH
 from outbox.store import backfill, erase, partitions, retention
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.database.statements.registry import answers
@@ -90,55 +91,38 @@ def writers(db: Database, tx: Transaction) -> list[Row]:
 def end_period(db: Database, tx: Transaction, kind: Kind, number: int) -> list[Row]:
     row = tx.get(db.period, (kind, number))
     if row is None or row["ended_at"] is not None:
-        return []
+        return [{"end_period": False}]
     tx.change(db.period, (kind, number), ended_at=db.wall())
-    return [{"number": number}]
-
-
-@answers(retention.BEGIN_PERIOD)
-def begin_period(db: Database, tx: Transaction, kind: Kind, number: int) -> str:
-    tx.put(db.period, (kind, number), db.new_period(kind, number))
-    return "INSERT 0 1"
-
-
-@answers(retention.MOVE_IDS)
-def move_ids(db: Database, tx: Transaction, end: int) -> str:
+    tx.put(db.period, (kind, number + 1), db.new_period(kind, number + 1))
+    begins_at = (number + 1) * WIDTH
+    if kind == "log":
+        newest = db.batches[-1]
+        batch = Batch(begins_at, newest.high, newest.young, (), (), (), None, db.clock_timestamp())
+        tx.append(lambda: db.batches.append(batch))
     # A sequence: not undone by a rollback, and its lock is held to the end.
-    if db.last_id < end - 1:
-        db.last_id = end - 1
+    elif db.last_id < begins_at - 1:
+        db.last_id = begins_at - 1
         db.holders[tx.vxid] = None
-    return "SELECT 1"
+    return [{"end_period": True}]
 
 
-@answers(retention.MOVE_BATCHES)
-def move_batches(db: Database, tx: Transaction, number: int) -> str:
-    newest = db.batches[-1]
-    begins = Batch(number, newest.high, newest.young, (), (), (), None, db.clock_timestamp())
-    tx.append(lambda: db.batches.append(begins))
-    return "INSERT 0 1"
-
-
-@answers(retention.SEQUENCE)
-def sequence_oid(db: Database, tx: Transaction) -> list[Row]:
-    return [{"oid": 1}]
-
-
-@answers(retention.SETTLED)
-def settled(db: Database, tx: Transaction, first: int, end: int, quiet: bool) -> list[Row]:
+@answers(retention.SETTLE_PERIOD)
+def settle_period(db: Database, tx: Transaction, number: int) -> list[Row]:
+    first, end = number * WIDTH, (number + 1) * WIDTH
     newest = db.batches[-1]
     gaps = [*newest.young, *((row["lo"], row["hi"]) for row in tx.rows(db.gap))]
     if db.last_id < end - 1 or any(lo < end and hi >= first for lo, hi in gaps):
-        return []
+        return [{"settle_period": False}]
     above = bisect_left(db.outbox_ids, newest.high + 1) < bisect_left(db.outbox_ids, end)
-    if newest.high < end - 1 and (not quiet or above):
-        return []
-    return [{"batch": newest.batch}]
+    if newest.high < end - 1 and (db.holders or above):
+        return [{"settle_period": False}]
+    return settled(db, tx, number)
 
 
-@answers(retention.SETTLE)
-def settle(db: Database, tx: Transaction, number: int, batch: int) -> str:
-    tx.change(db.period, ("events", number), last_batch=batch)
-    return "UPDATE 1"
+def settled(db: Database, tx: Transaction, number: int) -> list[Row]:
+    """Write that the newest batch is the last one that can hold any of it."""
+    tx.change(db.period, ("events", number), last_batch=db.batches[-1].batch)
+    return [{"settle_period": True}]
 
 
 @answers(retention.OWING)
@@ -253,8 +237,21 @@ def discard_ranges(db: Database, tx: Transaction, keep_s: float | None) -> Steps
 @answers(retention.DROP_PERIOD)
 def drop_period(db: Database, tx: Transaction, kind: Kind, number: int) -> list[Row]:
     row = tx.get(db.period, (kind, number))
-    if row is None or row["dropped"]:
+    if row is None or row["dropped"] or row["ended_at"] is None:
         return []
+    if any(
+        older["kind"] == kind and older["number"] < number and not older["dropped"]
+        for older in tx.rows(db.period)
+    ):
+        return []
+    last_batch = row["last_batch"] if kind == "events" else (number + 1) * WIDTH - 1
+    if last_batch is None or owing(db, tx, last_batch)[0]["exists"]:
+        return []
+    return dropped(db, tx, kind, number)
+
+
+def dropped(db: Database, tx: Transaction, kind: Kind, number: int) -> list[Row]:
+    """Write that it is, for good."""
     tx.change(db.period, (kind, number), dropped=True)
     tx.append(lambda: db.drop_below(kind, number + 1))
     at = db.clock_timestamp()
