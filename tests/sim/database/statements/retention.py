@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from outbox.core.periods import WIDTH
+from outbox.core import periods as numbering
 from outbox.store import backfill, erase, partitions, retention
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.database.statements.registry import answers
@@ -94,7 +94,7 @@ def end_period(db: Database, tx: Transaction, kind: Kind, number: int) -> list[R
         return [{"end_period": False}]
     tx.change(db.period, (kind, number), ended_at=db.wall())
     tx.put(db.period, (kind, number + 1), db.new_period(kind, number + 1))
-    begins_at = (number + 1) * WIDTH
+    begins_at = (number + 1) * numbering.WIDTH
     if kind == "log":
         newest = db.batches[-1]
         batch = Batch(begins_at, newest.high, newest.young, (), (), (), None, db.clock_timestamp())
@@ -108,7 +108,7 @@ def end_period(db: Database, tx: Transaction, kind: Kind, number: int) -> list[R
 
 @answers(retention.SETTLE_PERIOD)
 def settle_period(db: Database, tx: Transaction, number: int) -> list[Row]:
-    first, end = number * WIDTH, (number + 1) * WIDTH
+    first, end = number * numbering.WIDTH, (number + 1) * numbering.WIDTH
     newest = db.batches[-1]
     gaps = [*newest.young, *((row["lo"], row["hi"]) for row in tx.rows(db.gap))]
     if db.last_id < end - 1 or any(lo < end and hi >= first for lo, hi in gaps):
@@ -244,7 +244,7 @@ def drop_period(db: Database, tx: Transaction, kind: Kind, number: int) -> list[
         for older in tx.rows(db.period)
     ):
         return []
-    last_batch = row["last_batch"] if kind == "events" else (number + 1) * WIDTH - 1
+    last_batch = row["last_batch"] if kind == "events" else (number + 1) * numbering.WIDTH - 1
     if last_batch is None or owing(db, tx, last_batch)[0]["exists"]:
         return []
     return dropped(db, tx, kind, number)
