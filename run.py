@@ -7,9 +7,13 @@
     python3 run.py sim [ARGS...]       whole relays under every fault, on virtual time
     python3 run.py bench [ARGS...]     speed, latency and memory beside aiohttp's and PostgreSQL's
     python3 run.py outbox ARGS...      any command of outbox, such as: outbox --help
+    python3 run.py fuzz [ARGS...]      inputs by the million, guided by the code they reach
+    python3 run.py audit               whether what is installed is known to be vulnerable
+    python3 run.py pin                 renew the versions that are installed
 
 Needs Python 3.11 or later with pip and nothing else.  The first run makes
-.venv beside this file and installs everything there; later runs start at once.
+.venv beside this file and installs everything there, in the versions that
+.ci/constraints.txt has; later runs start at once.
 """
 
 from __future__ import annotations
@@ -32,14 +36,17 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / ("python.exe" if os.name == "nt" else "python")
-# Line 1 is what the environment was made for, line 2 what was installed into it.
+# Line 1 is what the environment was made for, line 2 what was installed into it; line 3 is
+# there where the pinned versions could not be had.
 STAMP = VENV / "run-py-stamp"
+UNPINNED = "other versions than pinned"
 
 CHECKS = (
     ("ruff check", "."),
     ("ruff format", "--check", "--quiet", "."),
     ("mypy",),
     ("lint-imports",),
+    ("python .ci/audit.py",),
     ("python -m tests.sim", "--seeds", "100"),
     # Four at a time even on two cores: tests wait a good part of their time.  What the
     # simulation says was asked just now, of more seeds.
@@ -65,17 +72,21 @@ def main(arguments: list[str]) -> int:
     if command in ("-h", "--help", "help"):
         print(__doc__.strip())
         return OK
-    if command not in ("demo", "test", "sim", "bench", "outbox"):
+    if command not in ("demo", "test", "sim", "bench", "outbox", "fuzz", "audit", "pin"):
         raise Stop(f"there is no command {command!r}; python3 run.py --help lists them", USAGE)
     require_python(sys.version_info[:3])
+    if command == "pin":
+        return call([sys.executable, str(ROOT / ".ci" / "pin.py"), *find_pip()])
     set_up()
     if command == "test":
         os.chdir(ROOT)
         return become("pytest", *rest) if rest else run_checks()
-    if command in ("sim", "bench"):
+    if command in ("sim", "bench", "fuzz"):
         os.chdir(ROOT)
-        module = {"sim": "tests.sim", "bench": "benchmarks"}[command]
+        module = {"sim": "tests.sim", "bench": "benchmarks", "fuzz": "tests.fuzz"}[command]
         return become("python", "-m", module, *rest)
+    if command == "audit":
+        return become("python", str(ROOT / ".ci" / "audit.py"), *rest)
     return become("outbox", *(["demo", *rest] if command == "demo" else rest))
 
 
@@ -92,7 +103,7 @@ def set_up() -> None:
     wanted = stamp()
     found = STAMP.read_text().splitlines() if STAMP.exists() else []
     works = python_works()
-    if works and found == wanted:
+    if works and found[:2] == wanted:
         return
     # An environment without a stamp was made by hand: used, not thrown away.
     # One that is stamped but was not finished, or is for another Python or
@@ -104,8 +115,14 @@ def set_up() -> None:
 
 def stamp() -> list[str]:
     version = ".".join(map(str, sys.version_info[:3]))
-    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
-    return [f"Python {version} in {ROOT}", digest]
+    asked = (ROOT / "pyproject.toml").read_bytes()
+    pinned = pins().read_bytes() if pins().exists() else b""
+    return [f"Python {version} in {ROOT}", hashlib.sha256(asked + pinned).hexdigest()]
+
+
+def pins() -> Path:
+    """The exact versions to install; a package of the sources has none."""
+    return ROOT / ".ci" / "constraints.txt"
 
 
 def python_works() -> bool:
@@ -140,27 +157,41 @@ def install(wanted: list[str]) -> None:
     pip = [*find_pip(), "--python", str(PYTHON), "--disable-pip-version-check"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = ",".join(project.get("optional-dependencies", {}))
+    command = [*pip, "install", "--quiet", "--editable", f"{ROOT}[{extras}]"]
     say("installing what pyproject.toml asks for (a minute the first time)")
     STAMP.write_text("unfinished\n")
     started = time.monotonic()
-    # Its messages are shown when it failed only: Ctrl-C makes it say a great deal.
-    with tempfile.TemporaryFile() as messages:
-        code = call(
-            [*pip, "install", "--quiet", "--editable", f"{ROOT}[{extras}]"],
-            # A user's own pip settings must not send it somewhere else.
-            env={**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"},
-            stderr=messages,
-        )
-        if code:
-            messages.seek(0)
-            sys.stderr.write(messages.read().decode(errors="replace"))
+    stamped = list(wanted)
+    code, said = ask_pip(command, pinned=pins().exists())
+    if code and pins().exists():
+        # An index may not have them, and another Python or machine may have no use for them.
+        say("not all of the versions in .ci/constraints.txt can be had here; taking others")
+        stamped.append(UNPINNED)
+        code, said = ask_pip(command, pinned=False)
     if code:
+        sys.stderr.write(said)
         raise Stop(
             f"pip could not install (exit code {code}); its message is above. "
             "It needs a way to the package index: look at the network, or at pip's configuration"
         )
-    STAMP.write_text("\n".join(wanted) + "\n")
+    STAMP.write_text("\n".join(stamped) + "\n")
     say(f"installed in {time.monotonic() - started:.0f} s")
+
+
+def ask_pip(command: list[str], *, pinned: bool) -> tuple[int, str]:
+    """Run pip; its exit code, and its messages, which are shown when it failed only: Ctrl-C
+    makes it say a great deal.
+    """
+    # A user's own pip settings must not send it somewhere else.
+    env = {**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}
+    if pinned:
+        # By variables, because they also hold for what builds the package; for that a later
+        # pip has one of its own, which the others pass over.  A space would end a path.
+        env |= dict.fromkeys(("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), pins().as_uri())
+    with tempfile.TemporaryFile() as messages:
+        code = call(command, env=env, stderr=messages)
+        messages.seek(0)
+        return code, messages.read().decode(errors="replace")
 
 
 def find_pip() -> list[str]:

@@ -79,6 +79,39 @@ def test_it_installs_again_when_the_project_changed(
     assert steps() == []
 
 
+def test_it_installs_again_when_other_versions_are_pinned(
+    run: ModuleType, steps: Callable[[], list[str]]
+) -> None:
+    steps()
+    run.pins().parent.mkdir()
+    run.pins().write_text("a==1\n")
+    assert steps() == ["install"]
+    assert steps() == []
+
+
+def test_versions_that_cannot_be_had_are_said_and_others_taken(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str | None] = []
+
+    def call(_: list[str], *, env: dict[str, str], **__: object) -> int:
+        asked.append(env.get("PIP_CONSTRAINT"))
+        return 1 if "PIP_CONSTRAINT" in env else 0
+
+    run.VENV.mkdir()
+    run.pins().parent.mkdir()
+    run.pins().write_text("a==1\n")
+    monkeypatch.setattr(run, "find_pip", lambda: ["pip"])
+    monkeypatch.setattr(run, "call", call)
+    monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
+    run.install(run.stamp())
+    assert asked == [run.pins().as_uri(), None]
+    assert run.STAMP.read_text().splitlines() == [*run.stamp(), run.UNPINNED]
+    assert (
+        "not all of the versions in .ci/constraints.txt can be had here" in capfd.readouterr().err
+    )
+
+
 def test_an_unfinished_environment_is_made_again(
     run: ModuleType, steps: Callable[[], list[str]]
 ) -> None:
@@ -188,7 +221,7 @@ def test_all_checks_run_and_are_summed_up(
     assert run.run_checks() == 1
     lines = capsys.readouterr().out.split("\n")
     assert [line.split()[0] for line in lines if line] == [
-        "ruff", "ruff", "mypy", "lint-imports", "python", "pytest",
+        "ruff", "ruff", "mypy", "lint-imports", "python", "python", "pytest",
     ]  # fmt: skip
     assert [line for line in lines if "FAILED" in line and "mypy" in line]
     monkeypatch.setattr(run, "call", lambda _: 0)
@@ -218,6 +251,16 @@ def test_a_benchmark_is_run_at_home_and_given_its_options(
     assert run.main(["bench", "--quick", "--only", "latency"]) == 1
     assert become == [("python", "-m", "benchmarks", "--quick", "--only", "latency")]
     assert Path.cwd() == run.ROOT
+
+
+def test_versions_are_pinned_with_the_pip_that_installs(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[str]] = []
+    monkeypatch.setattr(run, "find_pip", lambda: ["the", "pip"])
+    monkeypatch.setattr(run, "call", lambda command: called.append(command) or 0)
+    assert run.main(["pin"]) == 0
+    assert called == [[sys.executable, str(run.ROOT / ".ci" / "pin.py"), "the", "pip"]]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,138 @@
+"""No secret that is good for anything stands in what is tracked.
+
+detect-secrets looks at every tracked file.  What it takes for a secret and is none is in
+`NONE`, with the reason; what is not found any more is to be struck off.  History is not
+looked at here: a checkout of CI may have none, and what was pushed once has to be revoked
+anyway.
+"""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from detect_secrets import SecretsCollection
+from detect_secrets.settings import transient_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+ROOT = Path(__file__).parents[1]
+OWN = Path(__file__).parent / "support" / "own_secrets.py"
+SHARES = 4
+"""The files are shared out, so that several processes can look."""
+
+PLUGINS: list[dict[str, object]] = [
+    {"name": "FormDetector", "path": OWN.as_uri()},
+    {"name": "KeywordDetector"},
+    {"name": "Base64HighEntropyString", "limit": 4.5},
+    {"name": "HexHighEntropyString", "limit": 3.0},
+]
+
+NONE: dict[str, tuple[str, ...]] = {
+    "drawn once for the README, and never used": (
+        "whsec_u1nYZr3dyzUyQ6rZ7zYl8XkFhPjR0oW2mYb6W1p1n3c=",
+        "obx_Vb7Qm2Xc9Zk4Lw1Pt8Ry5Ns3Hd6Jf0Gg2Aa4Ss7Dd9F",
+        "obx_0W3cV0lJm8b2Q4s6U8wYzA1cE3gI5kM7oP9rT0vX2zB",
+    ),
+    "a word, or a prefix with text around it": (
+        "secret", "password", "it\\\\", "whsec_", "whsec_!", "whsec_x", "obkey_",
+        "Known by its form", "whsec_…`, or an ed25519 `whsk_…",
+        "DELETE FROM endpoint_secret WHERE endpoint_id = $1",
+        "SELECT id, secret FROM endpoint_secret WHERE endpoint_id = $1",
+        "UPDATE endpoint_secret SET secret = $3 WHERE endpoint_id = $1 AND id = $2",
+        "BEGIN PRIVATE KEY",
+    ),
+    "what a test looks for where it must not be": (
+        "pw", "hunter2", "Bearer hunter2", "canaryproxypassword",
+        "hunter2xyz", "Zq9vX2kPw", "4711-secret", "4711-do-not-tell",
+        "p%zz{SECRET}", "{SECRET}%00", "{SECRET}\\udcff", "%ff{SECRET}",
+    ),
+    "a test's own, and says so in clear": (
+        "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ=",
+        "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg==",
+        "whsec_c2ltdWxhdGVkIHNlY3JldCBvZiAzMiBieXRlcw==",
+        "obx_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8",
+    ),
+    "published: of RFC 8032 and Trace Context, a public key, and kinds of keys": (
+        "06072a8648ce3d0201", "06092a864886f70d010101",
+        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da",
+        "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00",
+        "0af7651916cd43dd8448eb211c80319c",
+        "whpk_O2onvM62pC1io6jQKm8Nc2UyFXcd4kOmOsBIoYtZ2ik=",
+    ),
+}  # fmt: skip
+"""What looks like a secret and is none, by the reason."""
+KNOWN = {value for values in NONE.values() for value in values}
+
+
+def tracked() -> list[str]:
+    """The files that git has here."""
+    try:
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"],  # noqa: S607 (any git will do)
+            cwd=ROOT, capture_output=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+def found(paths: Iterable[Path]) -> dict[str, str]:
+    """What looks like a secret in these files, with its place."""
+    secrets = SecretsCollection()
+    with transient_settings({"plugins_used": PLUGINS}):
+        for path in paths:
+            secrets.scan_file(str(path))
+    return {
+        str(secret.secret_value): f"{Path(place).name}, line {secret.line_number}: {secret.type}"
+        for place, secret in secrets
+    }
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_nothing_that_is_tracked_is_a_secret(share: int) -> None:
+    names = tracked()
+    if not names:
+        pytest.skip("this is no checkout of git, so nothing tells which files are ours")
+    there = found(ROOT / name for name in names[share::SHARES])
+    assert {value: place for value, place in there.items() if value not in KNOWN} == {}, (
+        "if it is none, add it to NONE, with the reason; if it is one, revoke it first"
+    )
+
+
+def test_what_is_known_is_still_there() -> None:
+    names = [name for name in tracked() if Path(name).name != Path(__file__).name]
+    if not names:
+        pytest.skip("this is no checkout of git, so nothing tells which files are ours")
+    texts = [(ROOT / name).read_text("utf-8", "replace") for name in names]
+    gone = [each for each in KNOWN if not any(each in text for text in texts)]
+    assert gone == [], "strike them off NONE"
+
+
+# Put together here, so that they do not stand in this file.
+_RAW = bytes(range(1, 33))
+PLANTED = {
+    "an AWS key": "AKIA" + "Q7ZP2M5XW3VBN8KD",
+    "a private key": "-----BEGIN " + "PRIVATE KEY-----",
+    "a signing secret": "whsec_" + base64.b64encode(_RAW).decode(),
+    "an ed25519 key": "whsk_" + base64.b64encode(_RAW).decode(),
+    "an API token": "obx_" + base64.urlsafe_b64encode(_RAW).decode().rstrip("="),
+    "a key of secrets": "obkey_" + base64.urlsafe_b64encode(_RAW).decode().rstrip("="),
+    "a fetch token": "obf_" + base64.urlsafe_b64encode(_RAW).decode().rstrip("="),
+    "a GitHub token": "ghp_" + "Zx81mQ" * 6,
+    "a password in a URL": "postgresql://app:" + "c0rrect-h0rse" + "@db/app",
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.parametrize("name", ["a.py", "a.md", "a.yml", "outbox.toml", "run"])
+def test_a_secret_that_somebody_leaves_behind_is_found(
+    tmp_path: Path, what: str, name: str
+) -> None:
+    place = tmp_path / name
+    place.write_text(f"# A line before\nvalue: {PLANTED[what]}\n")
+    assert any("line 2" in told for told in found([place]).values())

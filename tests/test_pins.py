@@ -1,0 +1,171 @@
+"""What the tests run with is pinned, all of it, and is what is here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+FILE = ROOT / ".ci" / "constraints.txt"
+RENEW = "renew it with: python3 run.py pin"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def script(name: str) -> ModuleType:
+    """One of the programs beside the file."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def pinned() -> dict[str, str]:
+    """The versions for this Python, by canonical names."""
+    read = [Requirement(line) for line in FILE.read_text().splitlines() if not line.startswith("#")]
+    here = [each for each in read if each.marker is None or each.marker.evaluate()]
+    assert len({each.name for each in here}) == len(here), "a package has two versions"
+    return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in here}
+
+
+def needed() -> set[str]:
+    """Everything that the project and its extras need here, and what that needs."""
+    asked = [*PROJECT["dependencies"]]
+    for extra in PROJECT["optional-dependencies"].values():
+        asked += extra
+    names: set[str] = set()
+    look = [Requirement(each) for each in asked]
+    while look:
+        requirement = look.pop()
+        if requirement.marker is not None and not _holds(requirement):
+            continue
+        name = canonicalize_name(requirement.name)
+        key = f"{name}[{','.join(sorted(requirement.extras))}]"
+        if key in names:
+            continue
+        names.add(key)
+        for text in importlib.metadata.requires(name) or ():
+            more = Requirement(text)
+            if _holds(more, requirement.extras):
+                more.marker = None
+                look.append(more)
+    return {each.partition("[")[0] for each in names}
+
+
+def _holds(requirement: Requirement, extras: set[str] = frozenset()) -> bool:  # type: ignore[assignment]
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": each}) for each in ("", *extras))
+
+
+def test_every_line_is_one_exact_version_and_names_no_place() -> None:
+    text = FILE.read_text()
+    for line in text.splitlines():
+        assert re.fullmatch(
+            r"#.*|[a-z0-9-]+==[0-9][\w.]*(; python_version == '3\.\d+'( or python_version == "
+            r"'3\.\d+')*)?",
+            line,
+        ), f"{line!r}; {RENEW}"
+    assert not re.search(r"://|index|sha256|--|/|\\|@", text)
+
+
+def test_what_is_asked_for_takes_what_is_pinned() -> None:
+    versions = pinned()
+    asked = [*PROJECT["dependencies"]]
+    for extra in PROJECT["optional-dependencies"].values():
+        asked += extra
+    for requirement in map(Requirement, asked):
+        if _holds(requirement):
+            version = versions.get(canonicalize_name(requirement.name))
+            assert version is not None, f"{requirement.name} is not pinned; {RENEW}"
+            assert requirement.specifier.contains(version), f"{requirement}: {version}; {RENEW}"
+
+
+def test_everything_that_is_here_because_of_us_is_pinned() -> None:
+    stamp = Path(sys.prefix, "run-py-stamp")
+    if stamp.exists() and len(stamp.read_text().splitlines()) > 2:
+        pytest.skip("run.py could not have all of the pinned versions here, and said so")
+    versions = pinned()
+    here = {name: importlib.metadata.version(name) for name in needed()}
+    assert {name: versions.get(name) for name in here} == here, RENEW
+
+
+def test_pythons_that_get_another_version_are_named() -> None:
+    lines = script("pin").lines
+    assert lines(
+        {"3.11": {"b": "1", "a": "2"}, "3.12": {"b": "1", "a": "3"}, "3.13": {"b": "1"}}
+    ) == [
+        "a==2; python_version == '3.11'",
+        "a==3; python_version == '3.12'",
+        "b==1",
+    ]
+
+
+# ------------------------------------------------------------------ audit
+
+
+def found(*packages: dict[str, Any]) -> str:
+    return json.dumps({"dependencies": packages})
+
+
+def skipped(name: str) -> dict[str, Any]:
+    return {"name": name, "skip_reason": "Dependency not found on PyPI"}
+
+
+A = {"name": "a", "version": "1", "vulns": []}
+B = {"name": "b", "version": "2", "vulns": [{"id": "PYSEC-1", "fix_versions": ["2.1"]}]}
+
+
+def test_a_vulnerable_version_fails_the_audit() -> None:
+    code, told = script("audit").judge(1, found(A, B), "", 2)
+    assert code == 1
+    assert told == ["b 2: PYSEC-1, fixed in 2.1", "1 of 2 packages are vulnerable"]
+
+
+def test_a_clean_audit_says_how_many_packages_were_asked_about() -> None:
+    whole = found(A, skipped("b"))
+    code, told = script("audit").judge(0, whole, "", 2)
+    assert code == 0
+    assert told == [
+        "not audited, because nobody knows them: b",
+        "nothing is known against 1 of 2 packages",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("out", "errors"),
+    [
+        ("", "Traceback …\nrequests.exceptions.ConnectionError: HTTPSConnectionPool(host='x')"),
+        ("", "ERROR:pip_audit._cli:pip_audit._service.interface.ServiceError: timed out"),
+        (found(skipped("a"), skipped("b")), "No known vulnerabilities found"),
+    ],
+)
+def test_an_audit_that_nobody_answered_does_not_pass_for_one(out: str, errors: str) -> None:
+    code, told = script("audit").judge(0 if out else 1, out, errors, 2)
+    assert code == 0
+    (line,) = told
+    assert line.startswith("NOT AUDITED: ")
+
+
+def test_an_audit_that_failed_otherwise_fails() -> None:
+    code, told = script("audit").judge(2, "", "pip-audit: error: unrecognized arguments: --x\n", 2)
+    assert code == 3
+    assert "unrecognized arguments" in told[0]
+
+
+def test_only_what_is_pinned_for_this_python_is_audited() -> None:
+    lines = ["# x", "a==1; python_version >= '3'", "a==2; python_version < '3'", "b==3"]
+    assert script("audit").here(lines) == ["a==1", "b==3"]
