@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from outbox.core.keys import parse_keys
 from outbox.core.names import schema_name
 from outbox.core.periods import Keep
+from outbox.core.quoting import cut, quoted
 from outbox.errors import UsageError
 from outbox.web.address import Address, parse_address
 from outbox.web.proxy import Proxy, parse_proxy
@@ -287,6 +288,9 @@ def load(
     path = config or env.get("OUTBOX_CONFIG")
     take(*_from_file(Path(path or CONFIG_FILE), required=bool(path)))
     _find_database(values, origins, env)
+    for name, value in values.items():
+        if isinstance(value, str) and not _is_text(value):
+            raise UsageError(f"{origins[name]}: it is not UTF-8 text")
     try:
         return Settings(**values, dsn_source=origins.get("dsn", ""))
     except ValidationError as error:
@@ -356,9 +360,18 @@ def _from_file(path: Path, *, required: bool) -> tuple[dict[str, str], dict[str,
         if key not in names:
             near = difflib.get_close_matches(key, names, 1)
             hint = f'; did you mean "{near[0]}"?' if near else ""
-            raise UsageError(f'{path}: there is no setting "{key}"{hint}')
+            raise UsageError(f'{path}: there is no setting "{cut(key)}"{hint}')
         values[names[key]] = value
     return {name: f"{path}, {key}" for key, name in names.items()}, values
+
+
+def _is_text(value: str) -> bool:
+    # Bytes of an argument or a variable that are no UTF-8 come as halves of characters.
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _find_database(values: dict[str, Any], origins: dict[str, str], env: Mapping[str, str]) -> None:
@@ -373,6 +386,9 @@ def _find_database(values: dict[str, Any], origins: dict[str, str], env: Mapping
 
 
 def _network(text: Any) -> Network:
+    if not isinstance(text, str | Network):
+        # A number would be read as an address: 5 as 0.0.0.5.
+        raise ValueError(f"{quoted(text)} is not a text such as 10.0.0.0/8")
     try:
         return ipaddress.ip_network(text)
     except ValueError:
@@ -380,7 +396,9 @@ def _network(text: Any) -> Network:
     try:
         wide = ipaddress.ip_network(text, strict=False)
     except ValueError:
-        raise ValueError(f'"{text}" is not a range of addresses such as 10.0.0.0/8') from None
+        raise ValueError(
+            f'"{cut(str(text))}" is not a range of addresses such as 10.0.0.0/8'
+        ) from None
     raise ValueError(f'"{text}" is not a range; did you mean {wide}?')
 
 

@@ -8,6 +8,7 @@
 --ledger-seconds N   how long relay and receiver are killed over a ledger (default: 6)
 --cursor-seconds N   how long the adversarial producers go on (default: 6)
 --sim-seeds N   how many virtual hours are simulated (default: 20)
+--api-examples N   requests of each kind that are made of the API's document (default: 4)
 --model-size N   how much of the protocols is explored, 1 to 3 (default: 1)
 """
 
@@ -82,6 +83,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=20,
         metavar="N",
         help="how many virtual hours are simulated; default: 20",
+    )
+    group.addoption(
+        "--api-examples",
+        type=int,
+        default=4,
+        metavar="N",
+        help="requests of each kind that are made of the API's document; default: 4",
     )
     group.addoption(
         "--model-size",
@@ -225,6 +233,13 @@ def cursor_seconds(request: pytest.FixtureRequest) -> float:
     """How long the adversarial producers go on."""
     seconds: float = request.config.getoption("--cursor-seconds")
     return seconds
+
+
+@pytest.fixture
+def api_examples(request: pytest.FixtureRequest) -> int:
+    """How many requests of each kind are made of the API's document."""
+    examples: int = request.config.getoption("--api-examples")
+    return examples
 
 
 @pytest.fixture

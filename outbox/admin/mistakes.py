@@ -11,6 +11,8 @@ import re
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.quoting import cut
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -51,7 +53,8 @@ def reason(errors: Sequence[Any], model: type[Model], where: str) -> str:
     place = ".".join(parts) or where
     match first["type"]:
         case "extra_forbidden":
-            return _unknown(parts[-1], model, where)
+            # Its own name, which may be called as a branch is: "?filter[type]=a".
+            return _unknown(str(first["loc"][-1]), model, where)
         case "missing":
             return f"{place}: is missing"
         case "too_short":
@@ -94,5 +97,5 @@ def _unknown(name: str, model: type[Model], where: str) -> str:
     known = list(model.model_fields)
     near = model.flags.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), None)
     if near is not None:
-        return f'{where}: there is no "{name}"; did you mean "{near}"?'
-    return f'{where}: there is no "{name}"; it understands {", ".join(known) or "nothing"}'
+        return f'{where}: there is no "{cut(name)}"; did you mean "{near}"?'
+    return f'{where}: there is no "{cut(name)}"; it understands {", ".join(known) or "nothing"}'

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
+from outbox.core.quoting import one_line
 from outbox.errors import (
     Conflict,
     NotFound,
@@ -83,8 +84,8 @@ class Problem(Exception):
             "type": kind.type,
             "title": kind.title,
             "status": kind.status,
-            # Whatever was quoted in it, it stays one line.
-            "detail": " ".join(self.detail.split()),
+            # Whatever was quoted in it, it stays one line that can be shown.
+            "detail": one_line(self.detail),
         }
 
 

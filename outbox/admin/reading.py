@@ -24,7 +24,8 @@ BODY_BYTES_MAX = 4 * 1024 * 1024
 def _when(value: Any) -> Any:
     """A moment that says its zone, or how long ago: `2026-01-31T12:00:00Z`, `2h`."""
     if not isinstance(value, str):
-        return value
+        # pydantic reads false as no time ago, and so {"until": false} would mean everything.
+        raise ValueError("must be a moment with its zone, or a time ago such as 2h, as a text")
     try:
         return timedelta(seconds=duration.parse(value))
     except UsageError:
@@ -43,6 +44,8 @@ def _when(value: Any) -> Any:
 
 def _seconds(value: Any) -> Any:
     """Seconds, as a number or in units: `90`, `"10m"`."""
+    if isinstance(value, bool):
+        raise ValueError("must be seconds, or a text such as 10m")
     return duration.parse(value) if isinstance(value, str) else value
 
 

@@ -205,6 +205,6 @@ def id_cursor(text: str | None, default: int) -> int:
     """
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and int(text[:20]) <= ID_MAX):
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= ID_MAX):
         raise Problem(Kind.BAD_REQUEST, "after: this is not a cursor that a page ended with")
     return int(text)

@@ -189,7 +189,7 @@ def number(text: str) -> int:
     Raises:
         NotFound: it is none, so nothing is called so.
     """
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:20]) <= ID_MAX):
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and 1 <= int(text) <= ID_MAX):
         raise NotFound(f'"{text[:40]}" is not a number')
     return int(text)
 

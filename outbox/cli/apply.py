@@ -12,8 +12,9 @@ import click
 import yaml
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
-from outbox.cli.output import count, emit_json, safe, style
+from outbox.cli.output import count, emit_json, style
 from outbox.core import declaration
+from outbox.core.quoting import safe
 from outbox.errors import UsageError
 from outbox.store.apply import apply
 from outbox.store.vault import Vault
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _SIGNS = {"add": "+", "change": "~", "remove": "-", "keep": "="}
 _COLOURS = {"add": "green", "change": "yellow", "remove": "red", "keep": None}
 FILE_BYTES_MAX = 4 * 1024 * 1024
+VALUES_MAX = 1_000_000
+"""More than a file of that length has, unless it says the same thing over and over."""
 
 
 @click.command(
@@ -132,12 +135,23 @@ def _show(outcome: Outcome, *, dry_run: bool) -> None:
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """YAML's plain values; a key that stands there twice is a mistake.
 
-    Otherwise the last one would win without a word.
+    Otherwise the last one would win without a word.  Nor may a file of a few lines become
+    more than fits into the memory, by naming again and again what names something else.
     """
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None:
+            _hold_to_size(node, {})
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a name is a list or a mapping", key.start_mark
+                )
             name = str(key.value)
             if name in seen and key.tag != "tag:yaml.org,2002:merge":
                 raise yaml.constructor.ConstructorError(
@@ -145,6 +159,27 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
                 )
             seen.add(name)
         return dict(super().construct_mapping(node, deep=deep))
+
+
+def _hold_to_size(node: Any, sizes: dict[int, int]) -> int:
+    """How many values a node is, written out.
+
+    Raises:
+        UsageError: more than can be meant.
+        RecursionError: it holds itself.
+    """
+    if (known := sizes.get(id(node))) is not None:
+        return known
+    parts: list[Any] = []
+    if isinstance(node, yaml.SequenceNode):
+        parts = node.value
+    elif isinstance(node, yaml.MappingNode):
+        parts = [each for pair in node.value for each in pair]
+    size = sizes[id(node)] = 1 + sum(_hold_to_size(each, sizes) for each in parts)
+    if size > VALUES_MAX:
+        line = node.start_mark.line + 1
+        raise UsageError(f"line {line}: with all that it names, more than {VALUES_MAX} values")
+    return size
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -174,6 +209,9 @@ def _document(path: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise UsageError(f"{line}{error.problem}") from None
+    except (AttributeError, LookupError, TypeError) as error:
+        # So PyYAML fails at "!!bool maybe" and "!!timestamp soon".
+        raise UsageError(f"cannot be read: a value is not what its tag says: {error}") from None
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"cannot be read: {error}") from None
 

@@ -15,6 +15,7 @@ import click
 
 from outbox.config import Settings, load
 from outbox.core import duration
+from outbox.core.quoting import one_line
 from outbox.errors import UsageError
 from outbox.store import dsn
 from outbox.store.connect import connect
@@ -109,7 +110,7 @@ async def until_told(work: Coroutine[Any, Any, T]) -> T:
 
 def warn(message: str) -> None:
     """One line on stderr; stdout belongs to the answer."""
-    click.echo(f"outbox: warning: {message}", err=True)
+    click.echo(f"outbox: warning: {one_line(message)}", err=True)
 
 
 def tell_more(last: object) -> None:

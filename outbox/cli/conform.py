@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import json_option, require_http_url, run_async
-from outbox.cli.output import emit_json, safe, style
+from outbox.cli.output import emit_json, style
 from outbox.config import load
+from outbox.core.quoting import safe
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:

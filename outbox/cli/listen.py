@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import json_option, require_http_url, run_async, warn
-from outbox.cli.output import count, emit_json, safe, style
+from outbox.cli.output import count, emit_json, style
 from outbox.config import load
 from outbox.core.order import Kind
+from outbox.core.quoting import safe
 from outbox.core.signature import parse_secret
 from outbox.errors import UsageError
 from outbox.receiver.development import DevelopmentReceiver, Handled, Outcome, Totals

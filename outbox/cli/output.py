@@ -7,7 +7,6 @@ A terminal gets rich tables; a pipe gets the same rows as plain aligned text;
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import orjson
+
+from outbox.core.quoting import safe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +35,6 @@ SENTENCES = {"promise": 30}
 _COLUMN_GAP = 2
 _FOLD_CHARS_MIN = 30
 
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
@@ -86,11 +86,6 @@ def cell(value: Any) -> str:
     if isinstance(value, dict):
         return safe(orjson.dumps(value, default=str).decode())
     return safe(str(value))
-
-
-def safe(text: str) -> str:
-    """Text without characters that a terminal acts on."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def terminal_width() -> int | None:

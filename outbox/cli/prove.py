@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 import click
 
 from outbox.cli.common import json_option, run_async, until_told, warn
-from outbox.cli.output import emit_json, emit_table, safe, style
+from outbox.cli.output import emit_json, emit_table, style
 from outbox.config import load
+from outbox.core.quoting import safe
 from outbox.errors import CannotRun, UsageError
 from outbox.prove.plan import KINDS, Plan, choose
 

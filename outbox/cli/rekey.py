@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
-from outbox.cli.output import count, emit_json, safe
+from outbox.cli.output import count, emit_json
+from outbox.core.quoting import safe
 from outbox.errors import UsageError
 from outbox.store import rekeying
 from outbox.store.vault import SETTING, Vault, new_key

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outbox.cli import overview as view
-from outbox.cli.output import cell, count, rich_table, safe
+from outbox.cli.output import cell, count, rich_table
+from outbox.core.quoting import safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,8 +13,9 @@ from outbox.cli.common import (
     settings_options,
     warn,
 )
-from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, safe, style
+from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, style
 from outbox.core import story as stories
+from outbox.core.quoting import safe
 from outbox.store import lookup, trace
 from outbox.store.selection import endpoint_ids
 from outbox.views.trace import traced

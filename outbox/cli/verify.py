@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
-from outbox.cli.output import count, emit_json, emit_table, safe
+from outbox.cli.output import count, emit_json, emit_table
+from outbox.core.quoting import safe
 from outbox.errors import UsageError
 from outbox.store.audit import CHECKS, EXAMPLES_MAX
 from outbox.store.repair import ADVICE, mend, plan

@@ -192,11 +192,14 @@ def classify(
     earlier: a 409 then means that the receiver has it already.  Redirects are
     never followed (the signature is for one address, and the target may be an
     internal one), so they are refusals like any other status that is neither a
-    success nor retryable.
+    success nor retryable.  A number that is no status says that the receiver is
+    broken, and counts as a 500 (RFC 9110, 15).
     """
     status = answer.status
     if status is None:
         return Verdict.RETRY
+    if not 100 <= status <= 599:
+        status = 500
     if 200 <= status <= 299:
         return Verdict.DELIVERED
     if status == 409 and maybe_sent_before:

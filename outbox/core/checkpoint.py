@@ -107,9 +107,14 @@ def _mark(given: Any) -> Mark:
     ranges = read.get("given_up", [])
     are_ranges = isinstance(ranges, list) and len(ranges) <= GIVEN_UP_MAX
     is_whole = are_ranges and all(map(_is_range, ranges))
-    if is_whole and isinstance(lane, str) and _is_number(generation) and _is_number(sequence):
+    if is_whole and _is_lane(lane) and _is_number(generation) and _is_number(sequence):
         return Mark(lane, generation, sequence, tuple((lo, hi) for lo, hi in ranges))
     raise ValueError("a lane of the checkpoint has no name, generation and numbers")
+
+
+def _is_lane(given: Any) -> TypeGuard[str]:
+    # No database can hold a NUL character.
+    return isinstance(given, str) and "\0" not in given
 
 
 def _is_number(given: Any) -> TypeGuard[int]:

@@ -27,6 +27,7 @@ from zoneinfo import ZoneInfo, available_timezones
 
 from cronsim import CronSim, CronSimError
 
+from outbox.core.quoting import cut
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ NICKNAMES = {
     "@hourly": "0 * * * *",
 }
 FIELDS = 5
+EXPRESSION_CHARS_MAX = 256
+ZONE_CHARS_MAX = 64
+"""Twice the longest one of the IANA database."""
 HORIZON = timedelta(days=50 * 366)
 """What does not fire for so long never does: 29 February on a Monday takes 40 years."""
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
@@ -63,26 +67,28 @@ class Cron:
     """
 
     def __init__(self, expression: str, timezone: str) -> None:
+        if len(expression) > EXPRESSION_CHARS_MAX:
+            raise UsageError(f"cron: longer than {EXPRESSION_CHARS_MAX} characters")
         self.expression = expression
         self.zone = _zone(timezone)
         fields = NICKNAMES.get(expression.strip().lower(), expression)
         if fields.startswith("@"):
             known = ", ".join(NICKNAMES)
-            raise UsageError(f'cron: "{expression}" is no nickname; there are: {known}')
+            raise UsageError(f'cron: "{cut(expression)}" is no nickname; there are: {known}')
         if len(parts := fields.split()) != FIELDS:
             raise UsageError(
-                f'cron: "{expression}" has {len(parts)} fields, not {FIELDS}: '
+                f'cron: "{cut(expression)}" has {len(parts)} fields, not {FIELDS}: '
                 "minute, hour, day of month, month, day of week"
             )
         try:
             self._fields = CronSim(fields, datetime(2000, 1, 1, tzinfo=UTC))
         except CronSimError as error:
-            raise UsageError(f'cron: "{expression}": {str(error).lower()}') from None
+            raise UsageError(f'cron: "{cut(expression)}": {str(error).lower()}') from None
         except (AssertionError, TypeError, ValueError):  # "MON#2/2", say.
-            raise UsageError(f'cron: "{expression}" is not understood') from None
+            raise UsageError(f'cron: "{cut(expression)}" is not understood') from None
         self._by_time_of_day = not any(part.startswith("*") for part in parts[:2])
         if next(self.after(datetime(2000, 1, 1, tzinfo=UTC)), None) is None:
-            raise UsageError(f'cron: "{expression}" never fires: there is no such day')
+            raise UsageError(f'cron: "{cut(expression)}" never fires: there is no such day')
 
     def after(self, moment: datetime) -> Iterator[datetime]:
         """The moments after this one, in UTC, without end."""
@@ -196,6 +202,8 @@ def _zone(name: str) -> tzinfo:
     """
     if name == "UTC":
         return UTC
+    if len(name) > ZONE_CHARS_MAX:
+        raise UsageError(f"timezone: longer than {ZONE_CHARS_MAX} characters")
     try:
         if name.startswith(_NOT_A_PLACE):
             raise ValueError(name)

@@ -24,6 +24,7 @@ from uuid import UUID
 
 from outbox.core import duration, retry
 from outbox.core.endpoint import EndpointSettings
+from outbox.core.quoting import cut, quoted
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -265,16 +266,17 @@ def _known(given: Mapping[Any, Any], names: Sequence[str], place: str) -> None:
             near = [FLAGS.get(str(name), ""), *difflib.get_close_matches(str(name), names, 1)]
             near = [each for each in near if each in names]
             hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(names)}"
-            raise UsageError(f'{place}: there is no setting "{name}"; {hint}')
+            raise UsageError(f'{place}: there is no setting "{cut(str(name))}"; {hint}')
 
 
 def _id(given: object, place: str) -> UUID | None:
     if given is None:
         return None
     try:
-        return UUID(str(given))
+        # Nothing but a text is written out: it may be a list of lists without end.
+        return UUID(given if isinstance(given, str) else "")
     except ValueError:
-        raise UsageError(f"{place}.id: {given!r} is not the id of an endpoint") from None
+        raise UsageError(f"{place}.id: {quoted(given)} is not the id of an endpoint") from None
 
 
 def _unique(declared: Sequence[Declared]) -> None:

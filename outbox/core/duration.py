@@ -7,20 +7,25 @@ import re
 from outbox.errors import UsageError
 
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MAX_S = 36_525 * 86400
+"""A century: a moment so long ago still has a date."""
 
-_TEXT = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhd]?)", re.ASCII)
+_TEXT = re.compile(r"([0-9]{1,10}(?:\.[0-9]{1,6})?)([smhd]?)", re.ASCII)
 
 
 def parse(text: str) -> float:
     """Seconds of `90`, `90s`, `10m`, `2h` or `1.5d`.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: it is none of these, or longer than a century.
     """
     match = _TEXT.fullmatch(text)
     if not match:
         raise UsageError(f'"{text[:40]}" is not a time such as 30s, 10m, 2h or 1d')
-    return float(match[1]) * UNITS_S[match[2] or "s"]
+    seconds = float(match[1]) * UNITS_S[match[2] or "s"]
+    if seconds > MAX_S:
+        raise UsageError(f'"{text}" is longer than a century')
+    return seconds
 
 
 def exact(seconds: float) -> str:

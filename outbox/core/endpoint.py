@@ -14,6 +14,7 @@ from outbox.core import duration, pattern, statuses
 from outbox.core.answer import RETRYABLE
 from outbox.core.event import TENANT_BYTES_MAX, check_text, encode_headers
 from outbox.core.filter import check as check_filter
+from outbox.core.quoting import quoted
 from outbox.core.retry import STANDARD, RetryPolicy
 from outbox.errors import UsageError
 
@@ -185,7 +186,7 @@ def _pattern(text: str) -> None:
 
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{name}: must be a text, not {value!r}")
+        raise UsageError(f"{name}: must be a text, not {quoted(value)}")
     return value
 
 
@@ -197,7 +198,7 @@ def _texts(name: str, value: object) -> list[str]:
 
 def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise UsageError(f"{name}: must be one of {', '.join(choices)}, not {value!r}")
+        raise UsageError(f"{name}: must be one of {', '.join(choices)}, not {quoted(value)}")
 
 
 def _number(name: str, value: object, most: float) -> None:
@@ -205,7 +206,8 @@ def _number(name: str, value: object, most: float) -> None:
     # A NaN fails the comparison.
     if not (is_number and 0 < value <= most):  # type: ignore[operator]
         raise UsageError(
-            f"{name}: must be longer than nothing and at most {duration.exact(most)}, not {value!r}"
+            f"{name}: must be longer than nothing and at most {duration.exact(most)}, "
+            f"not {quoted(value)}"
         )
 
 
@@ -242,4 +244,4 @@ def _pem(value: object) -> None:
 
 def _integer(name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
-        raise UsageError(f"{name}: must be between 1 and {most}, not {value!r}")
+        raise UsageError(f"{name}: must be between 1 and {most}, not {quoted(value)}")

@@ -33,7 +33,8 @@ def parse(pattern: str) -> re.Pattern[str]:
     Raises:
         UsageError: the pattern is not one.
     """
-    if len(pattern.encode()) > TYPE_BYTES_MAX:
+    # A character is a byte in whatever is one; what is none may have half characters.
+    if len(pattern) > TYPE_BYTES_MAX:
         raise UsageError(f"type pattern: longer than {TYPE_BYTES_MAX} bytes: {pattern[:40]!r}…")
     segments = pattern.split(".")
     regex: list[str] = []

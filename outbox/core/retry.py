@@ -40,6 +40,7 @@ from tenacity import (
 )
 
 from outbox.core import duration
+from outbox.core.quoting import quoted
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _bounded(field: str, value: float, lo: float, hi: float) -> None:
     if not (is_number and lo <= value <= hi):
         show = duration.exact if field.endswith("_s") else _number
         raise UsageError(
-            f"retry.{_NAMES[field]}: must be between {show(lo)} and {show(hi)}, not {value!r}"
+            f"retry.{_NAMES[field]}: must be between {show(lo)} and {show(hi)}, not {quoted(value)}"
         )
 
 
@@ -103,10 +104,11 @@ class RetryPolicy:
         _bounded("age_max_s", self.age_max_s, 0.0, 12 * DELAY_S_MAX)
         if self.jitter not in get_args(Jitter):
             raise UsageError(
-                f"retry.jitter: must be one of {', '.join(get_args(Jitter))}, not {self.jitter!r}"
+                f"retry.jitter: must be one of {', '.join(get_args(Jitter))}, "
+                f"not {quoted(self.jitter)}"
             )
         if type(self.attempts_max) is not int:
-            raise UsageError(f"retry.attempts: must be an integer, not {self.attempts_max!r}")
+            raise UsageError(f"retry.attempts: must be an integer, not {quoted(self.attempts_max)}")
         _bounded("attempts_max", self.attempts_max, 1, ATTEMPTS_MAX)
 
     def delay_s(self, attempts: int, u: float) -> float:
@@ -158,7 +160,8 @@ class RetryPolicy:
         for name in numbers:
             if name not in known:
                 raise UsageError(
-                    f"retry: there is no {name!r}; stored policies have {', '.join(sorted(known))}"
+                    f"retry: there is no {quoted(name)}; stored policies have "
+                    f"{', '.join(sorted(known))}"
                 )
         return cls(**numbers)
 
@@ -257,7 +260,8 @@ def values_of(policy: RetryPolicy) -> str:
         "attempts": str(policy.attempts_max),
         "age": duration.exact(policy.age_max_s),
     }
-    if policy.jitter != "proportional":
+    # Of no meaning there, but a policy that has another one is another policy.
+    if policy.jitter != "proportional" and policy.jitter_ratio == STANDARD.jitter_ratio:
         del shown["ratio"]
     return ",".join(f"{key}={value}" for key, value in shown.items())
 

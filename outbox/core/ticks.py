@@ -34,6 +34,7 @@ from outbox.core.event import (
     encode_headers,
     encode_payload,
 )
+from outbox.core.quoting import cut
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class ScheduleSettings:
         ours = {NAME_HEADER.lower(), TIME_HEADER.lower(), RUN_HEADER.lower()}
         for name in self.headers or ():
             if name.lower() in ours:
-                raise UsageError(f'headers: "{name}" tells of the schedule itself')
+                raise UsageError(f'headers: "{cut(name)}" tells of the schedule itself')
         text = encode_headers(self.headers)
         if text is not None and len(text) > HEADERS_BYTES_MAX:
             raise UsageError(

@@ -7,6 +7,7 @@ believed: each goes the way of one that was sent.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import time
 import urllib.error
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 
 from outbox.errors import CannotRun, UsageError
-from outbox.receiver.requests import Request
+from outbox.receiver.requests import Request, one_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -125,17 +126,17 @@ class Fetch:
         after: str | None = ""
         while after is not None:
             answer = self._get("/v1/lanes", {"after": after} if after else {})
-            yield from map(_standing, answer["items"])
-            after = answer["next"]
+            yield from map(_standing, _take(answer, "items", list))
+            after = _take(answer, "next", str, none=True)
 
     async def lanes_async(self) -> AsyncIterator[LaneStanding]:
         """The same for asyncio."""
         after: str | None = ""
         while after is not None:
             answer = await self._get_async("/v1/lanes", {"after": after} if after else {})
-            for item in answer["items"]:
+            for item in _take(answer, "items", list):
                 yield _standing(item)
-            after = answer["next"]
+            after = _take(answer, "next", str, none=True)
 
     def page(self, lane: str, after: int) -> Page:
         """What was delivered or given up behind a number.
@@ -163,8 +164,9 @@ class Fetch:
         path = f"/v1/lanes/{urllib.parse.quote(lane, safe='')}/replay"
         query = {"after": str(after)} | ({} if to is None else {"to": str(to)})
         answer = self._ask("POST", path, query)
-        numbers = answer["from"], answer["to"], answer["acknowledged"]
-        return Resending(answer["lane"], answer["job"], *numbers)
+        job, first, last = (_take(answer, name, int, none=True) for name in ("job", "from", "to"))
+        acknowledged = _take(answer, "acknowledged", int)
+        return Resending(_take(answer, "lane", str), job, first, last, acknowledged)
 
     async def replay_async(self, lane: str, after: int, to: int | None = None) -> Resending:
         """The same for asyncio."""
@@ -194,8 +196,9 @@ class Fetch:
                         kind = AlreadyAsked if error.code == CONFLICT else CannotFetch
                         told = f"the relay at {self._url} answers: {_detail(error)}"
                         raise kind(told) from None
-            except (OSError, ValueError) as error:
-                raise CannotFetch(f"the relay at {self._url} cannot be asked: {error}") from None
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                why = one_line(str(error) or type(error).__name__)
+                raise CannotFetch(f"the relay at {self._url} cannot be asked: {why}") from None
             # Whoever has a thousand lanes asks more often than a token may.
             time.sleep(wait_s)
 
@@ -215,20 +218,38 @@ def _path(lane: str) -> str:
     return f"/v1/lanes/{urllib.parse.quote(lane, safe='')}/deliveries"
 
 
-def _standing(item: Mapping[str, Any]) -> LaneStanding:
-    return LaneStanding(item["lane"], item["acknowledged"], item["generation"])
+def _standing(item: Any) -> LaneStanding:
+    acknowledged = _take(item, "acknowledged", int)
+    return LaneStanding(_take(item, "lane", str), acknowledged, _take(item, "generation", int))
 
 
-def _page(answer: Mapping[str, Any]) -> Page:
-    items = tuple(
-        Item(
-            item["sequence"],
-            "given_up" in item,
-            Request("POST", item["headers"], item["body"].encode()) if "body" in item else None,
-        )
-        for item in answer["items"]
-    )
-    return Page(answer["kept_from"], items, answer["acknowledged"], answer["next"])
+def _page(answer: Any) -> Page:
+    items = tuple(map(_item, _take(answer, "items", list)))
+    kept_from, acknowledged = _take(answer, "kept_from", int), _take(answer, "acknowledged", int)
+    return Page(kept_from, items, acknowledged, _take(answer, "next", int, none=True))
+
+
+def _item(item: Any) -> Item:
+    sequence, request = _take(item, "sequence", int), None
+    if "body" in item:
+        headers = _take(item, "headers", dict)
+        if not all(isinstance(value, str) for value in headers.values()):
+            raise CannotFetch('what answers is no relay: a header of "headers" is no text')
+        request = Request("POST", headers, _take(item, "body", str).encode())
+    return Item(sequence, "given_up" in item, request)
+
+
+def _take(answer: Any, name: str, kind: type, *, none: bool = False) -> Any:
+    """A value of an answer, which may come from anything that listens there.
+
+    Raises:
+        CannotFetch: it is not there, or of another kind.
+    """
+    value = answer.get(name) if isinstance(answer, dict) else None
+    # In Python a bool is an int.
+    if type(value) is not kind and not (none and value is None):
+        raise CannotFetch(f'what answers is no relay: its answer has no "{name}" as a relay\'s has')
+    return value
 
 
 def _asked_to_wait_s(error: urllib.error.HTTPError) -> float | None:
@@ -242,6 +263,6 @@ def _asked_to_wait_s(error: urllib.error.HTTPError) -> float | None:
 def _detail(error: urllib.error.HTTPError) -> str:
     try:
         told = json.loads(error.read(10_000))
-        return f"{error.code}, {told['detail']}"
-    except (OSError, ValueError, KeyError, TypeError):
+        return f"{error.code}, {one_line(str(told['detail']))}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, http.client.HTTPException):
         return str(error.code)

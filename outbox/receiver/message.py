@@ -112,6 +112,11 @@ def _take(content: Mapping[str, Any], name: str, kind: type) -> Any:
     if type(value) is not kind:
         what = {int: "an integer", bool: "true or false"}.get(kind, "a string")
         raise BadMessage(f'the body\'s "{name}" is not {what}')
+    # Otherwise an inbox would fail on it, and the sender would try again and again.
+    if isinstance(value, str) and "\0" in value:
+        raise BadMessage(f'the body\'s "{name}" has a NUL character, which no database can hold')
+    if kind is int and isinstance(value, int) and not 0 <= value < 2**63:
+        raise BadMessage(f'the body\'s "{name}" is not between 0 and 2^63')
     return value
 
 

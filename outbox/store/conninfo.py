@@ -33,6 +33,10 @@ def parameters(text: str, source: str) -> dict[str, str]:
     text = text.strip()
     if "\0" in text:
         raise wrong(source, "it has a NUL byte in it")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise wrong(source, "it is not UTF-8 text") from None
     scheme = _SCHEME.match(text)
     if scheme:
         return _parse_url(text, scheme[1], source)
@@ -52,10 +56,14 @@ def _parse_url(text: str, scheme: str, source: str) -> dict[str, str]:
         raise wrong(source, f"write {scheme}://…, with two slashes")
     rest, _, query = rest[2:].partition("?")
     given: dict[str, str] = {}
-    authority, slash, path = rest.partition("/")
-    # A password with a bare "/" in it would otherwise be taken for host and path.
-    if slash and "@" in path and "@" not in authority:
-        raise wrong(source, 'write "/" as %2F and "@" as %40 inside a password')
+    authority, _, path = rest.partition("/")
+    # A password with a bare "/" or "?" in it would otherwise be taken for a port, a path and
+    # parameters, and be shown as such.
+    if "@" in path or (":" in authority and "@" in query):
+        raise wrong(
+            source,
+            'inside a password, a name or a value write "/" as %2F, "?" as %3F, "@" as %40',
+        )
     userinfo, at, hosts = authority.rpartition("@")
     if at:
         user, _, password = userinfo.partition(":")
@@ -90,9 +98,9 @@ def _decode(text: str, source: str) -> str:
     """Percent-decoding as libpq does it: strict, UTF-8, and "+" is a plus."""
     if re.search(r"%(?![0-9A-Fa-f]{2})", text):
         raise wrong(source, 'a "%" is not followed by two hex digits; write %25 for "%"')
-    raw = re.sub(
-        rb"%([0-9A-Fa-f]{2})", lambda m: bytes([int(m[1], 16)]), text.encode("utf-8", "replace")
-    )
+    raw = re.sub(rb"%([0-9A-Fa-f]{2})", lambda m: bytes([int(m[1], 16)]), text.encode())
+    if b"\0" in raw:
+        raise wrong(source, "%00 cannot be in it")
     try:
         return raw.decode()
     except UnicodeDecodeError:

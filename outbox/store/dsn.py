@@ -272,6 +272,9 @@ def _addresses(
             warnings.append(f"{source}: ignored hostaddr, because sslmode=verify-full needs host")
         else:
             hosts = given["hostaddr"].split(",")
+    if any("@" in host[1:] for host in hosts):
+        # Shown as a host, it would show the password.
+        raise wrong(source, 'a host has "@" in it; a URL is given as a whole, not as the host')
     hosts = [host or _local_host() for host in hosts]
     ports = given.get("port", "").split(",")
     if len(ports) == 1:

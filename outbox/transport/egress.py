@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from yarl import URL
 
+from outbox.core.quoting import quoted
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -111,6 +112,9 @@ _END_OF_AUTHORITY = re.compile(r"[/?#]")
 _SENDABLE = re.compile(r"[\x21-\x7e]+")
 # getaddrinfo takes "127.1", "0x7f.1" and "2130706433" for addresses.
 _NUMERIC = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
+# What can be looked up (RFC 1035, 2.3.4), and _, which is in some names; a resolver fails in
+# its own ways at "a..b".
+_NAME = re.compile(r"(?=.{1,254}\Z)(?:[a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?", re.IGNORECASE)
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
@@ -203,17 +207,17 @@ class EgressPolicy:
                 "url: may hold visible ASCII only, and no backslash; write names as xn--… "
                 "and other characters as %XX"
             )
+        if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
+            raise UsageError("url: must not hold a user or password")
         try:
             url = URL(text)
             port = url.explicit_port
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             raise UsageError(f"url: cannot be read: {error}") from None
         if url.scheme not in ("https", "http"):
             raise UsageError("url: must start with https://")
         if not url.raw_host:
             raise UsageError("url: names no host; it must look like https://example.com/path")
-        if "@" in _END_OF_AUTHORITY.split(text.partition("//")[2], maxsplit=1)[0]:
-            raise UsageError("url: must not hold a user or password")
         if "#" in text:
             raise UsageError("url: must not have a fragment (#…); it would never be sent")
         if port == 0:
@@ -229,6 +233,11 @@ class EgressPolicy:
             if _NUMERIC.fullmatch(host):
                 raise UsageError(
                     f"url: {host} is not a host; write an address as four decimal numbers"
+                )
+            if not _NAME.fullmatch(host):
+                raise UsageError(
+                    f"url: {host[:80]!r} is not a host: a name is of letters, digits and dashes, "
+                    "in parts of at most 63 with a dot between them"
                 )
             if self.allow_networks or networks:
                 # Where the name leads, and so what is allowed, only its
@@ -280,5 +289,5 @@ def _network(text: str) -> Network:
         return ip_network(text)
     except ValueError as error:
         raise UsageError(
-            f"{SETTING}: {text!r} is not a network such as 10.0.0.0/8 or ::1 ({error})"
+            f"{SETTING}: {quoted(text)} is not a network such as 10.0.0.0/8 or ::1 ({error})"
         ) from None

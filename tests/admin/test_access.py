@@ -265,11 +265,19 @@ async def test_queries_that_are_wrong(api: Api, query: dict[str, Any], says: str
     assert says in answer.detail
 
 
-@pytest.mark.parametrize("cursor", ["x", "-1", "9" * 30, "1.5", "\u0661"])
+@pytest.mark.parametrize(
+    "cursor", ["x", "-1", "9" * 30, "0" * 19 + "9" * 20, "0" * 20 + "9" * 5000, "1.5", "\u0661"]
+)
 async def test_a_cursor_that_no_page_ended_with(api: Api, cursor: str) -> None:
     for path in ("/v1/dead-letters", "/v1/events", "/v1/replays", "/v1/journal", "/v1/tokens"):
         answer = await api.get(path, after=cursor)
         assert (answer.status, answer.json["type"]) == (400, "urn:outbox:problem:bad-request"), path
+
+
+@pytest.mark.parametrize("number", ["0" * 19 + "1" + "9" * 20, "0" * 20 + "9" * 5000, "%C2%B2"])
+async def test_a_number_that_nothing_has(api: Api, number: str) -> None:
+    for path in ("/v1/dead-letters", "/v1/replays"):
+        assert (await api.get(f"{path}/{number}")).status == 404, path
 
 
 async def test_text_that_no_column_holds(api: Api) -> None:
@@ -322,9 +330,10 @@ async def test_on_loopback_only_its_own_names_are_heard(
 async def test_elsewhere_any_name_is_heard_and_the_log_warns_once(
     database: Database, logs: list[MutableMapping[str, Any]]
 ) -> None:
-    assert not hosts.is_loopback("0.0.0.0")
+    assert not hosts.is_loopback("0.0.0.0")  # noqa: S104 (nothing listens)
     async with serving(database, admin="0.0.0.0:0") as api:
-        api = Api(api.session, api.url.replace("0.0.0.0", "127.0.0.1"), None)
+        url = api.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 (asked by another way)
+        api = Api(api.session, url, None)
         for _ in range(2):
             answer = await api.ask("GET", "/openapi.json", headers={"Host": "outbox.example"})
             assert answer.status == 200

@@ -6,11 +6,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from multidict import MultiDict
 
-from outbox.admin.events import NewEvents
+from outbox.admin.events import EventsQuery, NewEvents
 from outbox.admin.mistakes import reason
 from outbox.admin.problem import Problem
-from outbox.admin.reading import hold_to
+from outbox.admin.reading import hold_to, read_query
 from outbox.admin.routes import ROUTES
 from tests.support.relay import add_endpoint, fetchval
 
@@ -68,6 +69,21 @@ def test_mistakes_of_who_publishes(values: dict[str, Any], says: str) -> None:
 def test_a_kind_of_mistake_that_nobody_thought_of_is_told_nevertheless() -> None:
     told = reason([{"type": "url_scheme", "loc": ("type",)}], NewEvents, "the body")
     assert told == "type: must be something else"
+
+
+@pytest.mark.parametrize("name", ["str", "int", "filter[type]", "list[x]"])
+def test_a_name_that_reads_as_a_type_of_ours_is_unknown_like_any_other(name: str) -> None:
+    with pytest.raises(Problem) as caught:
+        read_query(MultiDict({name: "x"}), EventsQuery)
+    assert caught.value.detail.startswith(f'the query: there is no "{name}"; it understands limit')
+
+
+def test_what_is_quoted_in_a_problem_is_cut_and_steers_no_terminal() -> None:
+    with pytest.raises(Problem) as caught:
+        hold_to(NewEvents, {"\x1b[2J" * 100_000: 1}, "the body")
+    detail = caught.value.body()["detail"]
+    assert len(detail) < 1000
+    assert detail.isprintable()
 
 
 @pytest.mark.one_major

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,6 +75,17 @@ def test_apply_as_json(here: Command, file: Path) -> None:
     assert "secret" not in dry["endpoints"][0]
 
 
+LETTERS = "abcdefghi"
+# Each names nine times what the one before is.
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{this}: &{this} [{', '.join([f'*{before}'] * 9)}]\n" for before, this in pairwise(LETTERS)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{this}: &{this} {{<<: [{', '.join([f'*{before}'] * 9)}]}}\n"
+    for before, this in pairwise(LETTERS)
+)
+
+
 def test_an_export_is_a_file_that_changes_nothing(here: Command, file: Path) -> None:
     here("apply", "-f", file)
     here("endpoint", "add", "yes", "https://example.com/", "--tenant", "ünïcode: #")
@@ -122,7 +134,15 @@ def test_json_toml_and_stdin_say_the_same(here: Command, tmp_path: Path) -> None
         ("e.yaml", "endpoints: !!python/object:os.system {}", "could not determine a constructor"),
         ("e.yaml", "", "endpoints: there must be a list of them"),
         ("e.yaml", "endpoints:\n- {name: no, url: x}", "endpoints[0].name: must be a text"),
-        ("e.yaml", "? [a]\n: 1\n", "line 1: found unhashable key"),
+        ("e.yaml", "? [a]\n: 1\n", "line 1: a name is a list or a mapping"),
+        ("e.yaml", BOMB + "endpoints: [{name: *i, url: x}]", "more than 1000000 values"),
+        ("e.yaml", BOMB + "? *i\n: x\n", "more than 1000000 values"),
+        ("e.yaml", MERGES + "endpoints: [*i]", "more than 1000000 values"),
+        ("e.yaml", "&a [*a]", "cannot be read: maximum recursion depth"),
+        ("e.yaml", "[" * 5000, "cannot be read: maximum recursion depth"),
+        ("e.yaml", "lanes: !!bool maybe", "a value is not what its tag says"),
+        ("e.yaml", "at: !!timestamp soon", "a value is not what its tag says"),
+        ("e.yaml", "endpoints: [{name: a, url: b, lanes: 0x" + "f" * 5000 + "}]", "very many"),
         ("e.json", '{"endpoints": [], "endpoints": []}', '"endpoints" stands there twice'),
         ("e.json", "{", "cannot be read: "),
         ("e.toml", "a = ", "cannot be read: "),

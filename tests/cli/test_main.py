@@ -200,7 +200,7 @@ def test_a_closed_stdout_and_stdin() -> None:
         (["publish", "a", "--payload", "-"], "<&-", (2, "outbox: --payload -: stdin is closed\n")),
     ):
         done = subprocess.run(
-            ["sh", "-c", f'exec "$@" {closed}', "sh", *shell, *args],
+            ["sh", "-c", f'exec "$@" {closed}', "sh", *shell, *args],  # noqa: S607 (any shell will do)
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),

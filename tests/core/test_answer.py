@@ -46,7 +46,7 @@ def test_these_are_tried_again(status: int) -> None:
     assert verdict(status) is Verdict.RETRY
 
 
-@pytest.mark.parametrize("status", [101, 300, 301, 302, 307, 308, 400, 401, 404, 409, 410, 600])
+@pytest.mark.parametrize("status", [101, 300, 301, 302, 307, 308, 400, 401, 404, 409, 410])
 def test_any_other_answer_is_refused(status: int) -> None:
     assert verdict(status) is Verdict.REFUSED
 
@@ -62,6 +62,14 @@ def test_without_a_status_nobody_refused_anything(failure: Failure) -> None:
     answer = Answer.failed(failure, "it went wrong", 0.1)
     for maybe_sent_before in (False, True):
         assert classify(answer, maybe_sent_before=maybe_sent_before) is Verdict.RETRY
+
+
+@pytest.mark.parametrize("status", [0, 99, 600, 999])
+def test_a_number_that_is_no_status_counts_as_a_server_error(status: int) -> None:
+    assert verdict(status) is Verdict.RETRY
+    none = frozenset[int]()
+    answer = Answer.of(status, 0.1)
+    assert classify(answer, maybe_sent_before=False, retryable=none) is Verdict.REFUSED
 
 
 def test_the_retryable_statuses_are_the_endpoints_to_change() -> None:

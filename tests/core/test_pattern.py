@@ -86,7 +86,22 @@ def test_what_is_no_type_matches_nothing(event_type: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", ".", "a.", ".a", "a..b", "a b", " a", "a\n", "ä", "٣", "a-b", "a/b", "a\x00"),
+        *(
+            "",
+            ".",
+            "a.",
+            ".a",
+            "a..b",
+            "a b",
+            " a",
+            "a\n",
+            "ä",
+            "٣",
+            "a-b",
+            "a/b",
+            "a\x00",
+            "a\udcff",
+        ),
         *(
             "**.a",
             "a.**.b",

@@ -210,6 +210,12 @@ def test_a_policy_that_is_none(text: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_policy_is_read_back_with_what_has_no_meaning_in_it() -> None:
+    for text in ("standard", "ratio=1", "plane,jitter=full", "patient,jitter=none,ratio=0.4"):
+        assert parse(describe(parse(text))) == parse(text)
+    assert "ratio" not in describe(parse("base=4s"))
+
+
 @pytest.mark.parametrize(
     ("seconds", "exact", "rounded"),
     [

@@ -86,12 +86,12 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
         "OUTBOX_ALLOW_NETWORKS": "127.0.0.0/8",
     }
 
-    async def command(*words: str, stdin: str = "", secret: str = "", **more: str) -> Any:
-        """A command; `secret` names the member of its answer that it may show."""
+    async def command(*words: str, stdin: str = "", shows: str = "", **more: str) -> Any:
+        """A command; `shows` names the member of its answer that it may show."""
         ended = await outbox(*words, env=env | more, stdin=stdin)
         said = None
-        if secret:
-            said = ended.json[secret]
+        if shows:
+            said = ended.json[shows]
             canaries.search("output", ended.stdout.replace(said, "") + ended.stderr)
             return said
         canaries.search("output", ended.stdout + ended.stderr)
@@ -123,21 +123,21 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
             made = await command(
                 *("endpoint", "add", name, url, "--headers-file", "-", "--json"),
                 stdin=f"Authorization: Bearer {header}\nX-Key: {header}\n",
-                secret="secret",
+                shows="secret",
             )
             canaries.watch(f"secret of {name}", made)
         await command("endpoint", "certificate", "away", "-", stdin=chain + private)
-        rotated = await command("endpoint", "rotate-secret", "good", "--json", secret="secret")
+        rotated = await command("endpoint", "rotate-secret", "good", "--json", shows="secret")
         canaries.watch("rotated secret", rotated)
         token = await command(
             *("token", "add", "all", "--json"),
             *("--scope", "read", "--scope", "publish", "--scope", "operate"),
-            secret="secret",
+            shows="secret",
         )
         canaries.watch("token", token)
         canaries.watch(
             "fetch token",
-            await command("endpoint", "fetch-token", "good", "--json", secret="token"),
+            await command("endpoint", "fetch-token", "good", "--json", shows="token"),
         )
         admin, health, receivers = free_port(), free_port(), free_port()
         served = {
@@ -191,7 +191,7 @@ async def test_no_secret_is_left_anywhere(database: Database, tmp_path: Path) ->
                 for stdin in (bad_header, f"X-A: {header}\x01", header):
                     await command(*words, stdin=stdin, OUTBOX_DEBUG="1")
             await command("status", OUTBOX_KEY_FILE=file("bad", key + "x"), OUTBOX_DEBUG="1")
-            away = dsn.replace("/run", "/nowhere").replace("/tmp", "/nowhere")
+            away = "host=/nowhere dbname=x password=canarydatabasepassword"
             await command("status", OUTBOX_DSN_FILE=file("away", away), OUTBOX_DEBUG="1")
 
             async with aiohttp.ClientSession() as session:

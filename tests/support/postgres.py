@@ -32,7 +32,7 @@ TEST_SETTINGS: Mapping[str, Setting] = {
 }
 
 # Cloning a database in memory takes a tenth of the time it takes on a disk.
-_MEMORY = Path("/dev/shm")
+_MEMORY = Path("/dev/shm")  # noqa: S108 (only looked at for its room)
 _MEMORY_BYTES_MIN = 2 << 30  # Containers often have 64 MiB of it: too little.
 
 _TEMPLATE = "template_relay"

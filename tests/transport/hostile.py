@@ -7,7 +7,7 @@ from __future__ import annotations
 
 ADDRESSES = (
     # IANA IPv4 Special-Purpose Address Registry, every range of it.
-    "0.0.0.0",
+    "0.0.0.0",  # noqa: S104 (to be refused)
     "0.1.2.3",
     "10.0.0.5",
     "10.255.255.255",

@@ -161,7 +161,7 @@ def explicit_curve() -> str:
 HOSTILE: dict[str, tuple[Callable[[], str], str]] = {
     "4,484 bits that fit": (lambda: mersenne(2203, 2281), "4484 bits"),
     "8,676 bits that fit": (lambda: mersenne(4253, 4423), "of no usual kind or size"),
-    "1,024 bits": (lambda: fitting(rsa.generate_private_key(65537, 1024)), "usual"),
+    "1,024 bits": (lambda: fitting(rsa.generate_private_key(65537, 1024)), "usual"),  # noqa: S505 (to be refused)
     "huge p": (lambda: spoiled(p=odd(40_000)), "do not fit"),
     "huge e": (lambda: spoiled(e=odd(30_000)), "do not fit"),
     "huge d": (lambda: spoiled(d=odd(30_000)), "do not fit"),
@@ -170,7 +170,7 @@ HOSTILE: dict[str, tuple[Callable[[], str], str]] = {
     "no inverse": (lambda: spoiled(iqmp=5), "do not fit"),
     "another exponent": (lambda: spoiled(dmp1=7), "do not fit"),
     "even": (lambda: spoiled(n=good().private_numbers().public_numbers.n - 1), "do not fit"),
-    "DSA": (lambda: fitting(dsa.generate_private_key(1024)), "of no usual kind"),
+    "DSA": (lambda: fitting(dsa.generate_private_key(1024)), "of no usual kind"),  # noqa: S505 (to be refused)
     "DSA of 60,000 bits": (lambda: old("2a8648ce380401"), "cannot be read, or is not"),
     "DH of 60,000 bits": (lambda: old("2a864886f70d010301"), "cannot be read, or is not"),
     "Ed448": (lambda: fitting(ed448.Ed448PrivateKey.generate()), "of no usual kind"),
@@ -255,7 +255,7 @@ def test_a_composite_in_place_of_a_prime_harms_nobody() -> None:
     ("make", "says"),
     [
         (lambda: certificate(signer().public_key()) * 33, "more than 32"),
-        (lambda: certificate(dsa.generate_private_key(1024).public_key()), "of no usual kind"),
+        (lambda: certificate(dsa.generate_private_key(1024).public_key()), "of no usual kind"),  # noqa: S505 (to be refused)
         (lambda: mersenne(4253, 4423).partition("-----BEGIN RSA")[0], "of no usual kind"),
     ],
 )

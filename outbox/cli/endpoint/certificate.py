@@ -10,7 +10,8 @@ import click
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import read_text
-from outbox.cli.output import emit_json, safe
+from outbox.cli.output import emit_json
+from outbox.core.quoting import safe
 from outbox.errors import UsageError
 from outbox.store.endpoint_identity import set_identity
 from outbox.store.vault import Vault

@@ -10,8 +10,9 @@ import click
 from outbox.cli.common import actor, database, json_option, run_async, settings_options, warn
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
-from outbox.cli.output import count, emit_json, emit_pairs, safe
+from outbox.cli.output import count, emit_json, emit_pairs
 from outbox.core.endpoint import EndpointSettings
+from outbox.core.quoting import safe
 from outbox.store import endpoint_changes
 from outbox.store.vault import Vault
 from outbox.transport.checking import check

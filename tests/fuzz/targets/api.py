@@ -1,0 +1,256 @@
+"""The API as a whole, up to the first thing that it asks the database."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from ipaddress import IPv4Network
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+from urllib.parse import quote
+
+import orjson
+from aiohttp import StreamReader, web
+from aiohttp.http_parser import RawRequestMessage
+from aiohttp.http_writer import HttpVersion11
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+import outbox.admin.app
+from outbox.admin.app import application
+from outbox.admin.reading import BODY_BYTES_MAX
+from outbox.admin.routes import ROUTES
+from outbox.config import Settings
+from outbox.core.token import SCOPES
+from outbox.store import tenancy, tokens
+from outbox.store.changes import READ_NOW
+from outbox.web.address import Address
+from tests.fuzz.data import Data, fields
+from tests.fuzz.target import Target, hold, one_line, storable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from outbox.admin.routing import Route
+
+_LOOP = asyncio.new_event_loop()
+_TOKEN, _TENANTS = "obx_" + "a" * 43, "obx_" + "b" * 43
+_NOW = datetime(2026, 1, 31, 12, tzinfo=UTC)
+INTEGER_MAX = 2**63 - 1
+DETAIL_CHARS_MAX = 4000
+
+
+class Reached(web.HTTPException):
+    """The database was asked for something: everything before that held."""
+
+    status_code = 218
+
+
+class _Database:
+    """Looks at what it is asked with, and answers nothing."""
+
+    schema = "relay"
+
+    def connection(self, *, long: bool = False) -> Any:
+        return self._opened()
+
+    def login(self) -> Any:
+        return self._opened()
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[_Database]:
+        yield self
+
+    @asynccontextmanager
+    async def transaction(self, **_: Any) -> AsyncIterator[None]:
+        yield
+
+    def is_in_transaction(self) -> bool:
+        return True
+
+    async def fetchval(self, query: str, *arguments: Any, **_: Any) -> Any:
+        _hold_to_sql(arguments)
+        if query == READ_NOW:
+            return _NOW
+        if query in (tenancy.OWNS_ENDPOINT, tenancy.OWNS_SCHEDULE, tenancy.OWNS_JOB):
+            return True
+        if query == tenancy.COUNT_DEAD_LETTERS:
+            return len(arguments[1])
+        raise Reached
+
+    async def _asked(self, _: str, *arguments: Any, **__: Any) -> Any:
+        _hold_to_sql(arguments)
+        raise Reached
+
+    fetch = fetchrow = execute = executemany = _asked
+
+
+def _hold_to_sql(value: Any) -> None:
+    """What PostgreSQL could not be asked with is an error of ours, and not of the asker's."""
+    if isinstance(value, str):
+        value.encode()
+        hold("\0" not in value, f"the database is asked with {value[:100]!r}")
+    elif isinstance(value, int):
+        hold(-INTEGER_MAX <= value <= INTEGER_MAX, f"the database is asked with {value}")
+    elif isinstance(value, datetime):
+        value.astimezone(UTC)
+    elif isinstance(value, list | tuple | set):
+        for each in value:
+            _hold_to_sql(each)
+
+
+def _row(name: str, tenant: str | None) -> Any:
+    return SimpleNamespace(
+        id=1, name=name, scopes=SCOPES, tenant=tenant, expires_at=None, state="live"
+    )
+
+
+async def _find(_: Any, __: str, secret: str) -> Any:
+    return _row("t", "acme") if secret == _TENANTS else _row("all", None)
+
+
+def _broken(_: Any, error: Exception, *__: Any) -> Exception:
+    raise error
+
+
+def _prepare() -> None:
+    tokens.find = _find  # type: ignore[assignment]
+    # With its traceback an error says more than with an id for the log.
+    app: Any = outbox.admin.app
+    app.unexpected = _broken
+
+
+async def _make() -> web.Application:
+    settings = Settings(allow_networks=(IPv4Network("127.0.0.0/8"),))
+    failures = mock.Mock()
+    app = application(settings, Address("127.0.0.1", 80), _Database(), failures)  # type: ignore[arg-type]
+    app.freeze()
+    return app
+
+
+_APP = _LOOP.run_until_complete(_make())
+_PROTOCOL = mock.Mock(_reading_paused=False)
+
+
+def api(raw: bytes) -> None:
+    """Any path, query and body: a problem that says why, or the database is asked well."""
+    data = Data(raw)
+    route = ROUTES[data.number(255) % len(ROUTES)]
+    token, as_json = data.pick((_TOKEN, _TENANTS)), data.number(3) > 0
+    path, query, key = _path(route, data), data.text(), data.maybe()
+    body = data.rest()
+    headers = CIMultiDict({"Host": "127.0.0.1", "Authorization": f"Bearer {token}"})
+    if body or as_json:
+        headers["Content-Type"] = "application/json"
+        headers["Content-Length"] = str(len(body))
+    if key is not None:
+        headers["Idempotency-Key"] = key
+    _LOOP.run_until_complete(_ask(route.method, f"{path}?{_query(query)}", headers, body))
+
+
+def _path(route: Route, data: Data) -> str:
+    return "/".join(
+        quote(data.text().encode("utf-8", "surrogateescape") or b"x", safe="%")
+        if part.startswith("{")
+        else part
+        for part in route.path.split("/")
+    )
+
+
+def _query(text: str) -> str:
+    return quote(text.encode("utf-8", "surrogateescape"), safe="=&%+")
+
+
+async def _ask(method: str, target: str, headers: CIMultiDict[str], body: bytes) -> None:
+    payload = StreamReader(_PROTOCOL, 2**20, loop=_LOOP)
+    payload.feed_data(body)
+    payload.feed_eof()
+    raw_headers = tuple(
+        (n.encode(), v.encode("utf-8", "surrogateescape")) for n, v in headers.items()
+    )
+    message = RawRequestMessage(
+        method, target, HttpVersion11, CIMultiDictProxy(headers), raw_headers, False, None, False,
+        False, URL(target, encoded=True),
+    )  # fmt: skip
+    request = web.Request(
+        message, payload, _PROTOCOL, mock.Mock(), _LOOP.create_task(asyncio.sleep(0)), _LOOP,
+        client_max_size=BODY_BYTES_MAX,
+    )  # fmt: skip
+    try:
+        answer = await _APP._handle(request)
+    except Reached:
+        return
+    except web.HTTPException as error:
+        hold(False, f"{method} {target} ends with {error.status}")
+        return
+    hold(answer.status < 500, f"{method} {target} ends with {answer.status}")
+    assert isinstance(answer, web.Response)
+    if answer.status >= 400:
+        assert isinstance(answer.body, bytes)
+        told = orjson.loads(answer.body)
+        one_line(told["detail"], "detail", DETAIL_CHARS_MAX)
+        storable(told, "problem")
+
+
+_NUMBERS = {route.operation: chr((ord("0") + i) % 256) for i, route in enumerate(ROUTES)}
+
+
+def _to(operation: str, *parts: str, body: Any = None) -> bytes:
+    """A seed: a good request for this operation."""
+    said = b"" if body is None else orjson.dumps(body)
+    return _NUMBERS[operation].encode("latin-1") + b"01" + fields(*parts) + b"\x1f" + said
+
+
+_ENDPOINT = {
+    "name": "shop", "url": "https://example.com/", "types": ["order.*"], "filter": "@.a == 1",
+    "headers": {"X-A": "b"}, "timeout": "5s", "retry": {"preset": "plane", "attempts": 3},
+    "retryable": [429, "5xx"], "lanes": 2, "checkpoint_every": 60, "backlog_max": 9,
+}  # fmt: skip
+_EVENT = {"type": "order.paid", "payload": {"a": 1}, "key": "k", "once": "o", "expires_in": "2h",
+          "deliver_at": "2026-02-01T00:00:00Z", "headers": {"A": "b"}}  # fmt: skip
+
+TARGETS = (
+    Target(
+        name="api",
+        looks_into=(
+            "outbox.admin.reading", "outbox.admin.mistakes", "outbox.admin.tenancy",
+            "outbox.core.declaration", "outbox.core.endpoint", "outbox.core.event",
+        ),
+        one=api,
+        prepare=_prepare,
+        seeds=(
+            _to("post_endpoints", "", "", body=_ENDPOINT),
+            _to("patch_endpoints_name", "shop", "", "", body={"lanes": 3, "filter": None}),
+            _to("put_declaration", "dry_run=true&prune=1", "", body={"endpoints": [_ENDPOINT]}),
+            _to("post_events", "", "", body=_EVENT), _to("post_events", "", "k", body=_EVENT),
+            _to("post_events", "", "", body={"events": [_EVENT, {"type": "a"}]}),
+            _to("get_events", "since=2h&until=2026-01-31T12:00:00Z&type=a.*&limit=5&after=7", ""),
+            _to("get_dead_letters", "since=3d&state=all&reason=refused&after=5", ""),
+            _to("post_dead_letters_replay", "", "", body={"ids": [1, 2], "rate": 5.0}),
+            _to("post_schedules", "", "", body={"name": "acme.n", "cron": "@daily", "type": "a",
+            "grace": "1m"}),
+            _to("post_tokens", "", "", body={"name": "ci", "scopes": ["read"]}),
+            _to("get_trace_id", "order-7", "limit=3&payload=1", ""),
+            _to("get_dead_letters_id", "0" * 19 + "1" + "9" * 20, "", ""),
+            _to("get_events", "after=" + "0" * 20 + "9" * 20, ""),
+            *(_to(route.operation, *["7"] * route.path.count("{"), "", "") for route in ROUTES),
+        ),
+        words=(
+            "limit=", "after=", "since=", "until=", "type=", "tenant=", "endpoint=", "state=",
+            "%00", "%ff",
+            "&", "=", "999999999d", "9223372036854775808", "00000000000000000001",
+            "0001-01-01T00:00:00+14:00",
+            "9999-12-31T23:59:59-14:00", '"url":', '"name":', '"retry":', '"headers":{', "null",
+            "true", "-1",
+            "1e308", "1e400", "0.0", "NaN", '"\\u0000"', '"\\ud800"', "[", "{", '"events":[',
+            '"payload":',
+            '"deliver_at":', '"once":', '"ids":[', '"all":true', '"lanes":', '"filter":"', "\u2028",
+            "acme.",
+            "²", "\u0661",
+        ),
+        bytes_max=1500,
+        runs=800,
+    ),
+)  # fmt: skip

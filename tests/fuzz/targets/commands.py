@@ -1,0 +1,123 @@
+"""The command line as a whole: any arguments, and no database."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import os
+import re
+import sys
+import tempfile
+from typing import Any
+
+from outbox.cli import main
+from outbox.cli.main import COMMANDS, run
+from outbox.errors import DatabaseUnavailable
+from tests.fuzz.data import Data, fields
+from tests.fuzz.target import Target, hold, storable
+
+_LIVELY = ("demo", "listen", "prove", "conform", "relay")
+"""What starts something is left to its own tests, but for its options."""
+_EXITS = (0, 2, 3)
+_FAULT = re.compile(r"unexpected \w+(Error|Exception|Exit)|Traceback")
+OUTPUT_CHARS_MAX = 1_000_000
+
+
+async def _no_database(*_: Any, **__: Any) -> None:
+    raise DatabaseUnavailable("there is no database")
+
+
+def _prepare() -> None:
+    """No database, no settings of whoever runs this, and an empty directory."""
+    for entry in COMMANDS:
+        importlib.import_module(f"outbox.cli.{entry.name}")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("outbox.cli") and hasattr(module, "connect"):
+            module.connect = _no_database  # type: ignore[attr-defined]
+    for variable in [
+        name for name in os.environ if name.startswith(("OUTBOX_", "PG", "DATABASE_"))
+    ]:
+        del os.environ[variable]
+    os.environ["OUTBOX_DSN"] = "postgresql://nobody@127.0.0.1:1/nothing"
+    os.environ["COLUMNS"] = "100"
+    os.chdir(tempfile.mkdtemp(prefix="outbox-fuzz-"))
+
+
+def commands(raw: bytes) -> None:
+    """Whatever is typed ends with a code of ours and, if it failed, one line that says why."""
+    data = Data(raw)
+    arguments: list[str] = []
+    while not data.is_empty and len(arguments) < 12:
+        # The operating system lets no NUL through.
+        arguments.append(data.text().replace("\0", ""))
+    if arguments and arguments[0] in _LIVELY:
+        arguments.append("--no-such-option")
+    if any(each.startswith(("--dsn", "--config")) for each in arguments):
+        return  # They would lead to files and servers of this machine.
+    out, err = io.StringIO(), io.StringIO()
+    stdin = io.TextIOWrapper(io.BytesIO(b'{"a": 1}'), "utf-8")
+    before = sys.stdin
+    sys.stdin = stdin
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = run(arguments)
+    finally:
+        sys.stdin = before
+    said = err.getvalue()
+    hold(code in _EXITS, f"{arguments} ended with {code}: {said}")
+    hold(not _FAULT.search(said), f"{arguments}: {said}")
+    hold(len(out.getvalue()) <= OUTPUT_CHARS_MAX, f"{arguments} prints without end")
+    if code:
+        lines = [line for line in said.splitlines() if not line.startswith("outbox: warning: ")]
+        if lines and lines[0].startswith("Usage: "):
+            return  # A group without a command shows its help.
+        hold(len(lines) == 1, f"{arguments}: not one line: {said!r}")
+        hold(lines[0].startswith(f"{main.PROGRAM}: "), f"{arguments}: {said!r}")
+        hold(len(lines[0]) < 4000, f"{arguments}: {len(lines[0])} characters")
+        storable(lines[0], "what is said")
+
+
+_WORDS = [entry.name for entry in COMMANDS if entry.name not in _LIVELY]
+
+TARGETS = (
+    Target(
+        name="commands",
+        looks_into=(
+            "outbox.cli.main", "outbox.cli.common", "outbox.cli.endpoint", "outbox.cli.replay",
+            "outbox.cli.when",
+        ),
+        one=commands,
+        prepare=_prepare,
+        seeds=(
+            *(fields(name, "--help") for name in _WORDS),
+            fields("endpoint", "add", "shop", "https://example.com/", "--type", "order.*",
+            "--lanes", "4"),
+            fields("endpoint", "add", "a", "https://a.example", "--header", "X-A: b", "--policy",
+            "plane,base=1s"),
+            fields("endpoint", "update", "a", "--filter", "@.x == 1", "--timeout", "5s"),
+            fields("publish", "order.paid", "--payload", '{"a":1}', "--key", "k", "--once", "o"),
+            fields("publish", "order.paid", "--payload", "-", "--header", "a: b", "--expires-in",
+            "2h"),
+            fields("schedule", "add", "nightly", "0 2 * * *", "order.paid", "--timezone",
+            "Europe/Berlin"),
+            fields("replay", "shop", "--since", "2026-01-01", "--until", "2h", "--dry-run"),
+            fields("dead", "replay", "--endpoint", "a", "--all"), fields("dead", "list", "--after",
+            "3"),
+            fields("token", "add", "ci", "--scope", "read", "--expires-in", "30d"),
+            fields("erase", "--tenant", "t", "--yes"), fields("once", "reset", "a", "--json"),
+            fields("trace", "order-7", "--json"), fields("status", "--watch", "--json"),
+            fields("apply", "-f", "-", "--dry-run"), fields("endpoint", "retries", "plane,cap=1h"),
+            fields("alerts", "--dashboard"), fields("doctor", "--json"), fields("verify", "--json"),
+        ),
+        words=(*_WORDS, "--json", "--help", "--limit", "--after", "--endpoint", "--all", "--tenant",
+               "--type", "--since", "--until", "--lanes", "--filter", "--header", "--policy",
+               "--schema",
+               "add", "list", "show", "update", "remove", "pause", "resume", "reset", "revoke", "-",
+               "--",
+               "=", "\u2028", "\x1b[2J", b"\xff", "%s", "{0}", "2026-01-01T00:00:00", "1e999",
+               "\x1f"),
+        bytes_max=400,
+        runs=250,
+    ),
+)  # fmt: skip

@@ -1,0 +1,428 @@
+"""What anybody may send to a receiver, and what a relay may answer to one that fetches."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import http.client
+import io
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, ClassVar
+from uuid import UUID
+
+import orjson
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from outbox.core.ed25519 import parse_private_key
+from outbox.core.request import Delivery, prepare
+from outbox.core.signature import SIGNATURES_MAX, SignatureError, format_secret, sign
+from outbox.errors import OutboxError
+from outbox.receiver.adapters.asgi import ASGI
+from outbox.receiver.adapters.wsgi import WSGI
+from outbox.receiver.fetching import CannotFetch, Fetch, Page
+from outbox.receiver.message import BadMessage, Message
+from outbox.receiver.receivers import AsyncReceiver, Receiver
+from outbox.receiver.receiving import Rules
+from outbox.receiver.requests import Answer, Ended, Request
+from outbox.receiver.verifying import Verified, Verifier, verify
+from tests.fuzz.data import Data, fields
+from tests.fuzz.target import Target, hold, one_line, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NOW = 1_780_000_000
+SECRET = bytes(range(32))
+_ID = UUID("0198c0de-0000-7000-8000-000000000001")
+_PRIVATE = parse_private_key("whsk_" + base64.b64encode(SECRET).decode())
+_ED25519 = Ed25519PrivateKey.from_private_bytes(SECRET)
+_VERIFIER = Verifier([format_secret(SECRET), _PRIVATE.public_text], clock=lambda: NOW)
+_NAMES = (
+    "webhook-id",
+    "webhook-timestamp",
+    "webhook-signature",
+    "X-Delivery",
+    "X-Lane",
+    "X-Sequence",
+    "X-Event",
+    "X-Previous-Sequence",
+    "X-Attempt",
+)
+_FIELDS = (
+    ("X-Event", "id"),
+    ("X-Lane", "lane"),
+    ("X-Sequence", "sequence"),
+    ("X-Previous-Sequence", "previous_sequence"),
+)
+
+
+def _good() -> tuple[list[tuple[str, str]], bytes]:
+    delivery = Delivery(
+        endpoint_id=_ID, lane="0198c0de0000-1-0", seq=7, batch=1, outbox_id=9, event_id=_ID,
+        type="order.paid", tenant=None, key="order-7", expires_at=None, headers=None,
+        published_at=datetime(2026, 1, 31, tzinfo=UTC), payload=b'{"order":7}',
+    )  # fmt: skip
+    prepared = prepare(delivery, 6)
+    return list(prepared.attempt(1, NOW, [SECRET])), prepared.body
+
+
+GOOD_HEADERS, GOOD_BODY = _good()
+
+
+# ------------------------------------------------------------- signatures
+
+
+def signatures(raw: bytes) -> None:
+    """Nothing is believed but what was signed, byte for byte, by whoever has the secret."""
+    data = Data(raw)
+    headers, body = list(GOOD_HEADERS), GOOD_BODY
+    if data.number(1):
+        headers, body = [], b""
+    while data.number(3):
+        match data.number(4):
+            case 0:
+                body = data.raw()
+            case 1:
+                at = data.number(255) % (len(body) + 1)
+                body = body[:at] + data.raw() + body[at + data.number(3) :]
+            case 2:
+                headers.append((data.pick(_NAMES), data.text()))
+            case 3 if headers:
+                name, value = headers.pop(data.number(len(headers) - 1))
+                at = data.number(255) % (len(value) + 1)
+                headers.append((name, value[:at] + data.text() + value[at + data.number(3) :]))
+            case 4 if headers:
+                name, value = headers.pop(data.number(len(headers) - 1))
+                headers.append((data.maybe() or name.upper(), value))
+    try:
+        verified = _VERIFIER.verify(headers, body)
+    except SignatureError as error:
+        refused(error, "signature", 300)
+        return
+    except BadMessage as error:
+        refused(error, "message", 300)
+        _hold_signed(headers, body)
+        return
+    _hold_signed(headers, body)
+    hold(
+        verified.message_id == str(UUID(int=0)) or verified.message is not None, "it is a delivery"
+    )
+
+
+def _hold_signed(headers: Sequence[tuple[str, str]], body: bytes) -> None:
+    """What is signed must be what was signed, whatever stands around it."""
+    there = {name.lower(): value for name, value in headers}
+    good = {name.lower(): value for name, value in GOOD_HEADERS}
+    for name in ("webhook-id", "webhook-timestamp"):
+        hold(there.get(name) == good[name], f"{name} is {there.get(name)!r}, and was not signed")
+    hold(body == GOOD_BODY, "another body is believed")
+    names = [name.lower() for name, _ in headers if name.lower().startswith("webhook-")]
+    hold(len(names) == len(set(names)), "one of two headers was believed")
+
+
+# ------------------------------------------------------------- deliveries
+
+
+def deliveries(raw: bytes) -> None:
+    """Of whatever is signed a receiver makes a delivery that can be kept, or says why not."""
+    data = Data(raw)
+    message_id, timestamp = data.text(), str(NOW)
+    agrees = data.number(1) == 0
+    headers = (
+        [] if agrees else [(data.pick(_NAMES[3:]), data.text()) for _ in range(data.number(6))]
+    )
+    body = data.rest()
+    if agrees:
+        headers = [("X-Delivery", message_id), *_saying(body)]
+    try:
+        signed = sign(SECRET, message_id, NOW, body)
+    except UnicodeEncodeError:
+        return
+    if len(body) % 2:
+        signature = _ED25519.sign(f"{message_id}.{timestamp}.".encode() + body)
+        signed = "v1a," + base64.b64encode(signature).decode()
+    headers += [
+        ("Webhook-Id", message_id), ("Webhook-Timestamp", timestamp), ("Webhook-Signature", signed),
+    ]  # fmt: skip
+    try:
+        verified = _VERIFIER.verify(headers, body)
+    except (SignatureError, BadMessage) as error:
+        refused(error, "delivery", 500)
+        return
+    hold(verified.message_id == message_id and verified.timestamp == NOW, "another id or time")
+    if verified.message is not None:
+        _keepable(verified.message)
+    for mark in verified.checkpoint or ():
+        hold("\0" not in mark.lane, f"{mark}")
+        hold(0 <= mark.sequence < 2**63 and 0 <= mark.generation < 2**63, f"{mark}")
+
+
+def _saying(body: bytes) -> list[tuple[str, str]]:
+    """Headers that say what the body says."""
+    try:
+        content = orjson.loads(body)
+        return [(header, str(content[name])) for header, name in _FIELDS]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
+def _keepable(message: Message) -> None:
+    """An inbox in any database must be able to hold it."""
+    texts = (message.delivery_id, message.event_id, message.type, message.lane, message.copy_of)
+    for text in (*texts, message.tenant, message.key, *(message.replay_of or ())[:1]):
+        if text is not None:
+            text.encode()
+            hold("\0" not in text, f"{text!r} cannot be kept")
+    numbers = (message.sequence, message.previous_sequence, message.backfill or 0)
+    for number in (*numbers, *(message.replay_of or ("", 0))[1:]):
+        hold(isinstance(number, int) and 0 <= number < 2**63, f"{number} cannot be kept")
+    hold(message.previous_sequence < message.sequence, f"{message}")
+
+
+# --------------------------------------------------------------- adapters
+
+
+class _Taken(AsyncReceiver):
+    """Judges requests as a receiver does, and processes nothing."""
+
+    def __init__(self) -> None:
+        self.rules = Rules(format_secret(SECRET), body_bytes_max=4096)
+        self.came: list[Request] = []
+
+    @property
+    def body_bytes_max(self) -> int:
+        return self.rules.body_bytes_max
+
+    async def handle(self, request: Request) -> Answer:
+        return self.take(request)
+
+    def take(self, request: Request) -> Answer:
+        self.came.append(request)
+        read = self.rules.read(request)
+        hold(not isinstance(read, Verified), "somebody without the secret is believed")
+        assert isinstance(read, Answer)
+        return read
+
+
+class _TakenInThreads(Receiver):
+    def __init__(self, taken: _Taken) -> None:
+        self._taken = taken
+
+    @property
+    def body_bytes_max(self) -> int:
+        return self._taken.body_bytes_max
+
+    def handle(self, request: Request) -> Answer:
+        return self._taken.take(request)
+
+
+_TAKEN = _Taken()
+_ASGI, _WSGI = ASGI(_TAKEN), WSGI(_TakenInThreads(_TAKEN))
+
+
+def adapters(raw: bytes) -> None:
+    """Whatever a server hands on is answered, by ASGI and WSGI alike."""
+    data = Data(raw)
+    method = data.pick(("POST", "GET", "PUT"))
+    headers = [(data.raw(), data.raw()) for _ in range(data.number(6))]
+    length, body = data.text(), data.rest()
+    _TAKEN.came.clear()
+    _through_asgi(method, headers, body)
+    _through_wsgi(method, headers, length, body)
+    hold(
+        all(len(each.body) <= _TAKEN.body_bytes_max for each in _TAKEN.came), "a body is too large"
+    )
+
+
+def _through_asgi(method: str, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    sent: list[Any] = []
+    pieces = [body[i : i + 700] for i in range(0, len(body), 700)] or [b""]
+    left = [
+        {"type": "http.request", "body": piece, "more_body": i < len(pieces)}
+        for i, piece in enumerate(pieces, 1)
+    ]
+
+    async def receive() -> Any:
+        return left.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": "/", "headers": headers}
+    # Nothing in it waits.
+    running = _ASGI(scope, receive, send)
+    try:
+        running.send(None)
+    except StopIteration:
+        pass
+    else:
+        hold(False, "it waits for something")
+    begin, end = sent
+    hold(400 <= begin["status"] <= 499, f"status {begin['status']}")
+    one_line(end["body"].decode().strip() or "-", "answer")
+
+
+def _through_wsgi(
+    method: str, headers: list[tuple[bytes, bytes]], length: str, body: bytes
+) -> None:
+    began: list[str] = []
+    environ: dict[str, Any] = {
+        "REQUEST_METHOD": method,
+        "CONTENT_LENGTH": length,
+        "wsgi.input": io.BytesIO(body),
+        **{
+            "HTTP_" + name.decode("latin-1").upper().replace("-", "_"): value.decode("latin-1")
+            for name, value in headers
+        },
+    }
+    (answer,) = _WSGI(environ, lambda status, _: began.append(status))
+    hold(began[0][:1] == "4", f"status {began[0]}")
+    one_line(answer.decode().strip() or "-", "answer")
+
+
+# ---------------------------------------------------------------- fetched
+
+
+class _Socket:
+    """What a relay, or whoever stands in its place, answers."""
+
+    answer: ClassVar[bytes] = b""
+
+    def sendall(self, _: bytes) -> None:
+        pass
+
+    def makefile(self, *_: Any, **__: Any) -> io.BufferedIOBase:
+        return io.BytesIO(self.answer)
+
+    def close(self) -> None:
+        pass
+
+    def setsockopt(self, *_: Any) -> None:
+        pass
+
+
+def _without_network() -> None:
+    made: Any = http.client.HTTPConnection
+    made.connect = _connect
+
+
+def _connect(connection: http.client.HTTPConnection) -> None:
+    connection.sock = _Socket()
+
+
+_FETCH = Fetch("http://127.0.0.1:1", "obf_" + "a" * 43)
+
+
+def fetched(raw: bytes) -> None:
+    """Whatever answers in a relay's place, what is fetched can be used, or says why not."""
+    data = Data(raw)
+    what, whole = data.number(2), data.number(1)
+    _Socket.answer = data.rest()
+    if not whole:
+        body = _Socket.answer
+        _Socket.answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    try:
+        if what == 0:
+            for number, standing in enumerate(_FETCH.lanes()):
+                hold(isinstance(standing.lane, str), f"{standing}")
+                hold(type(standing.acknowledged) is int, f"{standing}")
+                if number > 50:  # It names itself as its next page.
+                    break
+        elif what == 1:
+            _look(_FETCH.page("lane", 0))
+        else:
+            again = _FETCH.replay("lane", 0)
+            hold(isinstance(again.lane, str) and type(again.acknowledged) is int, f"{again}")
+    except CannotFetch as error:
+        refused(error, "fetch", 600)
+
+
+def _look(page: Page) -> None:
+    hold(type(page.kept_from) is int and type(page.acknowledged) is int, f"{page}")
+    hold(page.next is None or type(page.next) is int, f"{page}")
+    for item in page.items:
+        hold(type(item.sequence) is int, f"{item}")
+        if item.request is not None:
+            try:
+                verify(item.request.headers, item.request.body, format_secret(SECRET), now=NOW)
+            except OutboxError as error:
+                refused(error, "fetched", 500)
+
+
+_RICH = GOOD_BODY.replace(
+    b',"data"', b',"tenant":"t","replay_of":{"lane":"a","sequence":3},"backfill":4,"copy_of":"%b",'
+    b'"lane_ends":true,"data"' % str(_ID).encode())  # fmt: skip
+_ITEM = {"sequence": 7, "headers": dict(GOOD_HEADERS), "body": GOOD_BODY.decode()}
+_LANE = {"lane": "0198c0de0000-1-0", "generation": 1, "acknowledged": 9, "last": 9, "ended": False}
+_SIGNED = dict(GOOD_HEADERS)
+_FORGED = "v1," + base64.b64encode(hmac.digest(b"guess", GOOD_BODY, "sha256")).decode()
+
+TARGETS = (
+    Target(
+        name="signatures",
+        one=signatures,
+        seeds=(
+            b"00", fields("0111000", "x"), fields("010", '{"a":1}'),
+            fields("0120", _SIGNED["webhook-id"], "0"), fields("0122", _FORGED, "0"),
+            fields("1120", _SIGNED["webhook-id"]) + fields("\x1f121", str(NOW)) + fields("\x1f122",
+            "v1,x"),
+            fields("01399" + "1", "10"), fields("0130", "1", "0"),
+            fields("0149", "WEBHOOK-ID", "0"),
+        ),
+        words=(*_NAMES, "v1,", "v1a,", " ", ".", str(NOW), "+", "=", "webhook-id", "é", "\r\n",
+               _SIGNED["webhook-signature"], _FORGED, "v1," * SIGNATURES_MAX, b"\xff"),
+        runs=6000,
+    ),
+    Target(
+        name="deliveries",
+        one=deliveries,
+        seeds=(
+            fields(_SIGNED["webhook-id"], b"0" + GOOD_BODY), fields(_SIGNED["webhook-id"],
+            b"0" + _RICH),
+            fields(_SIGNED["webhook-id"], "110" + _SIGNED["X-Delivery"], "{}"),
+            fields("id", '10{"type":"outbox.checkpoint","lanes":[{"lane":"a","generation":1,'
+                   '"sequence":3,"given_up":[[1,2]]}]}'),
+            fields("id", '10{"a":1}'),
+        ),
+        words=('"previous_sequence":', '"sequence":', '"lane":', '"replay_of":{', '"copy_of":',
+               '"backfill":', '"lane_ends":true', '"id":', '"type":', "null", "-1", "1e400",
+               "9223372036854775808", "18446744073709551615", "\\u0000", "\\ud800", '"data":',
+               "outbox.checkpoint", '"given_up":[[', "true", "1.0", '"tenant":', '"key":'),
+        bytes_max=1500,
+        runs=3500,
+    ),
+    Target(
+        name="adapters",
+        one=adapters,
+        seeds=(
+            fields("03webhook-id", "a", "webhook-timestamp", str(NOW), "webhook-signature", "v1,x",
+            "2", "{}"),
+            fields("10", "", ""), fields("00", "99999999999999999999", ""), fields("00", "+1",
+            "x" * 900),
+        ),
+        words=("webhook-id", "webhook-timestamp", "webhook-signature", "v1,", "x-lane", str(NOW),
+               b"\xff\xfe", "²", "-1", "1_0", "x" * 700, "Content-Length"),
+        bytes_max=6000,
+        runs=3000,
+    ),
+    Target(
+        name="fetched",
+        one=fetched,
+        prepare=_without_network,
+        seeds=(
+            b"00" + orjson.dumps({"items": [_LANE], "next": None}),
+            b"10" + orjson.dumps(_LANE | {"kept_from": 1, "items": [_ITEM], "next": None}),
+            b"20" + orjson.dumps({"lane": "a", "job": 1, "from": 1, "to": 2, "acknowledged": 3}),
+            b"01HTTP/1.1 409 Conflict\r\nContent-Length: 14\r\n\r\n{\"detail\":\"x\"}",
+            b"01HTTP/1.1 302 x\r\nLocation: http://169.254.169.254/\r\n\r\n",
+            b"11HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        ),
+        words=('"items":', '"next":', '"lane":', '"acknowledged":', '"generation":', '"kept_from":',
+               '"sequence":', '"headers":', '"body":', '"given_up":', "null", "[]", "{}", "1e5",
+               "\\ud800", "HTTP/1.1 ", "Content-Length: ", "Transfer-Encoding: chunked", "\r\n\r\n",
+               "HTTP/1.1 100 x\r\n\r\n", "detail", "-1", "HTTP/1.1 500 x"),
+        bytes_max=3000,
+        runs=2500,
+    ),
+)  # fmt: skip
+_ = Ended

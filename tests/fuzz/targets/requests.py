@@ -1,0 +1,151 @@
+"""What endpoints, events and lanes may do to a request on the wire."""
+
+from __future__ import annotations
+
+import ssl
+from datetime import UTC, datetime
+from socket import AF_INET
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import h11
+import orjson
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+from outbox.core.event import encode_headers
+from outbox.core.headers import own
+from outbox.core.request import Delivery, prepare
+from outbox.errors import UsageError
+from outbox.transport.client import AiohttpTransport
+from outbox.transport.egress import EgressPolicy
+from outbox.transport.port import Request
+from tests.fuzz.data import Data, fields
+from tests.fuzz.target import Broken, Target, hold
+from tests.fuzz.wire import MemoryLoop, Wire
+
+if TYPE_CHECKING:
+    from outbox.core.answer import Failure
+
+_LOOP = MemoryLoop()
+_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+_POLICY = EgressPolicy(["0.0.0.0/0", "::/0"])
+_ID = UUID("0198c0de-0000-7000-8000-000000000001")
+_OURS = ("x-delivery", "x-event", "x-lane", "x-sequence", "x-previous-sequence", "x-attempt")
+_ONCE = (*_OURS, "host", "content-length", "content-type", "webhook-id", "webhook-signature")
+
+
+class _Anywhere(AbstractResolver):
+    """Every name leads here."""
+
+    async def resolve(self, host: str, port: int = 0, *_: Any, **__: Any) -> list[ResolveResult]:
+        at = ResolveResult(
+            hostname=host, host="127.0.0.1", port=port, family=AF_INET, proto=0, flags=0
+        )
+        return [at]
+
+    async def close(self) -> None:
+        pass
+
+
+def requests(raw: bytes) -> None:
+    """What is written is one request, with each header of ours in it once, as it was meant."""
+    data = Data(raw)
+    method = data.pick(("POST", "PUT", "PATCH"))
+    url = "http://127.0.0.1" + data.text()
+    key = data.maybe()
+    mine = {data.text(): data.text() for _ in range(data.number(3))}
+    is_good = _POLICY.refusal_of_url(url) is None
+    try:
+        # As they are held to when somebody sets them, and when somebody goes around that.
+        events = encode_headers(mine)
+    except UsageError:
+        events = orjson.dumps(mine, default=str).decode() if _is_text(mine) else None
+    if not _is_text({"": key or ""}):
+        return
+    delivery = Delivery(
+        endpoint_id=_ID, outbox_id=1, event_id=_ID, type="order.paid", tenant=None, key=key,
+        lane="shop.1", seq=7, batch=1, published_at=datetime(2026, 1, 31, tzinfo=UTC),
+        expires_at=None, payload=data.rest() or b"{}",
+        headers=None if events is None else events.encode(),
+    )  # fmt: skip
+    prepared = prepare(delivery, 6, endpoint_headers=own(mine))
+    headers = prepared.attempt(2, 1_780_000_000, [bytes(32)])
+    wires: list[Wire] = []
+    answered = _send(Request(url, headers, prepared.body, method=method), wires)
+    hold(is_good == (answered is None), f"{url!r} is good: {is_good}, and ended as {answered!r}")
+    hold(is_good == bool(wires), f"{url!r} is good: {is_good}, and was asked: {bool(wires)}")
+    if not is_good:
+        return
+    _judge(bytes(wires[0].written), method, headers, prepared.body)
+
+
+def _is_text(values: dict[str, str]) -> bool:
+    try:
+        for name, value in values.items():
+            (name + value).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _send(request: Request, wires: list[Wire]) -> Failure | None:
+    """Why it was not sent; None: it was."""
+    failures: list[Failure | None] = []
+
+    def asked(wire: Wire) -> None:
+        wires.append(wire)
+        _LOOP.call_soon(wire.feed, b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    async def send() -> None:
+        transport = AiohttpTransport(_POLICY, tls=_TLS, resolver=_Anywhere())
+        try:
+            failures.append((await transport.send(request)).failure)
+        finally:
+            await transport.aclose()
+
+    _LOOP.asked = asked
+    _LOOP.run(send())
+    return failures[0]
+
+
+def _judge(written: bytes, method: str, headers: tuple[tuple[str, str], ...], body: bytes) -> None:
+    reader = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+    reader.receive_data(written)
+    request = reader.next_event()
+    if not isinstance(request, h11.Request):
+        raise Broken(f"no request: {written[:200]!r}")
+    hold(request.method.decode() == method, f"{request.method!r}")
+    hold(request.target.startswith(b"/"), f"target {request.target!r}")
+    there = [name.decode() for name, _ in request.headers]
+    for name in _ONCE:
+        hold(there.count(name) == 1, f"{name} is there {there.count(name)} times")
+    found = [(name.decode(), value.decode()) for name, value in request.headers]
+    for name, value in headers:
+        hold((name.lower(), value.strip()) in found, f"{name} is not there as {value!r}")
+    came = b""
+    while not isinstance(event := reader.next_event(), h11.EndOfMessage):
+        if not isinstance(event, h11.Data):
+            raise Broken(f"no body: {event}")
+        came += event.data
+    hold(came == body, "another body")
+    hold(reader.trailing_data[0] == b"", f"behind the request: {reader.trailing_data[0][:100]!r}")
+
+
+TARGETS = (
+    Target(
+        name="requests",
+        looks_into=("outbox.transport.client", "outbox.transport.egress", "outbox.core.headers"),
+        one=requests,
+        seeds=(
+            fields("0/hook?a=%20b&c", "order-7", '1X-Api-Key', "secret", '{"a":1}'),
+            fields("1/", "", "1traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7-01", "{}"),
+            fields("2:8080/a/../b/%2e%2e/", "", "1X-A", "a\r\nX-Sequence: 9", "{}"),
+        ),
+        words=(
+            "\r\n", "\n", "Host", "X-Sequence", "Content-Length", "Transfer-Encoding", "x-lane",
+            "webhook-id", "?", "#", "@", ":", "//", "%0d%0a", "%2f", "%", "..", "\t", " ", "\x00",
+            "\u2028", "é", "Connection", "Upgrade", "Expect", ":99999", "[::1]", "\\",
+        ),
+        runs=500,
+    ),
+)  # fmt: skip
