@@ -237,7 +237,7 @@ async def test_a_tenant_hears_of_its_own_endpoints_alone(database: Database) -> 
     assert await exceptions(database) == {}
 
 
-async def test_a_producer_can_neither_publish_one_nor_make_it_look_genuine(
+async def test_a_producer_can_publish_none(
     database: Database,
 ) -> None:
     async with database.connection(server_settings={"search_path": "relay"}) as db:
@@ -253,11 +253,11 @@ async def test_a_producer_can_neither_publish_one_nor_make_it_look_genuine(
                 )
             with pytest.raises(Exception, match="permission denied"):
                 await db.execute(f"SELECT announce('{HELD}', NULL, '1')")
-            await db.execute(f"INSERT INTO outbox (type, payload) VALUES ('{HELD}', '1')")
+            with pytest.raises(Exception, match="reserved"):
+                await db.execute(f"INSERT INTO outbox (type, payload) VALUES ('{HELD}', '1')")
         finally:
             await db.execute("RESET ROLE; DROP OWNED BY forger; DROP ROLE forger")
-    (forged,) = await told(database)
-    assert forged["event_id"][14] == "4"
+    assert await told(database) == []
 
 
 # ------------------------------------------------------------------ what is told, once

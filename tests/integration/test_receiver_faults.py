@@ -32,6 +32,8 @@ LANES = 2
 EVENTS = 12
 TIMEOUT_S = 0.3
 IN_FLIGHT_MAX = 24
+SHARE = IN_FLIGHT_MAX // 8
+"""Of an endpoint that has not shown how it answers, while all places are free."""
 ENDLESS_BYTES_MAX = 8 << 20
 """What an endless answer may get rid of before somebody hangs up; most of it lies in
 the kernel's buffers."""
@@ -139,7 +141,7 @@ LOGGED = {
     "resets at once": "reset",
     "garbage": "Bad status line",
     "half": "closed before an answer",
-    "endless head": "Too many headers",
+    "endless head": "a head of over 65536 bytes",
 }
 
 
@@ -235,12 +237,12 @@ async def test_the_places_of_requests_that_went_wrong_can_be_taken_again(
     full = asyncio.Event()
 
     async def wait_for_all(connection: Connection) -> None:
-        """Answer only when as many are there as there are places."""
+        """Answer only when as many are there as one endpoint is given that is new."""
         nonlocal at_once
         while True:
             await connection.request()
             at_once += 1
-            if at_once == IN_FLIGHT_MAX:
+            if at_once == SHARE:
                 full.set()
             await full.wait()
             await connection.send(OK)

@@ -149,7 +149,8 @@ async def test_subscriptions_choose_by_type_and_tenant(database: Database) -> No
         await publish(database, 1, type="order.paid")
         await publish(database, 2, type="order.paid", tenant="acme")
         await publish(database, 3, type="user.added")
-        await publish(database, 4, type="outbox.something")
+        genuine = "00000000-0000-8000-8000-000000000000"
+        await publish(database, 4, type="outbox.something", event_id=genuine)
         await all_ended(database)
     got: dict[str, list[int]] = {}
     for sent in network.accepted:

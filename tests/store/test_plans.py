@@ -284,7 +284,7 @@ async def _runs_that_have_ended(log: LongLog) -> Case:
 
 
 async def _lanes_of_one(log: LongLog) -> Case:
-    return Case(lanes.READ_LANES, (log.endpoints[1:2],), 4 * LANES, 4000)
+    return Case(lanes.READ_LANES, (log.endpoints[1:2],), 4 * LANES, 4 * LANES + 2000)
 
 
 async def _lanes_of_all(log: LongLog) -> Case:

@@ -119,7 +119,8 @@ def _refused(look: Look, error: Exception, role: str, timed: str) -> Said:
     table = look.name("outbox")
     return warning(
         f"could not send a probe: needs INSERT and SELECT on {table}{timed}",
-        f'GRANT INSERT (type, payload), SELECT ON {table} TO "{role}"; or run it with --no-probe',
+        f'GRANT INSERT (event_id, type, payload), SELECT ON {table} TO "{role}"; '
+        "or run it with --no-probe",
     )
 
 
