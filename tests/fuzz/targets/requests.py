@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ssl
 from datetime import UTC, datetime
-from socket import AF_INET
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 import h11
 import orjson
-from aiohttp.abc import AbstractResolver, ResolveResult
 
 from outbox.core.event import encode_headers
 from outbox.core.headers import own
@@ -34,16 +32,13 @@ _OURS = ("x-delivery", "x-event", "x-lane", "x-sequence", "x-previous-sequence",
 _ONCE = (*_OURS, "host", "content-length", "content-type", "webhook-id", "webhook-signature")
 
 
-class _Anywhere(AbstractResolver):
+class _Anywhere:
     """Every name leads here."""
 
-    async def resolve(self, host: str, port: int = 0, *_: Any, **__: Any) -> list[ResolveResult]:
-        at = ResolveResult(
-            hostname=host, host="127.0.0.1", port=port, family=AF_INET, proto=0, flags=0
-        )
-        return [at]
+    async def resolve(self, host: str) -> list[str]:
+        return ["127.0.0.1"]
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         pass
 
 
