@@ -182,6 +182,9 @@ def wanting(n: int) -> Any:
         checkpoint_every_s=1e6,
         connect_timeout_s=5.0,
         total_timeout_s=15.0,
+        networks=(),
+        ca=None,
+        identity=None,
         secrets_at=lambda _: [bytes(32)],
     )
     health = SimpleNamespace(state=State.HEALTHY)
