@@ -8,7 +8,8 @@ endpoint may still tell what was acknowledged then, which stays true.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING
@@ -18,12 +19,16 @@ import structlog
 
 from outbox.core.checkpoint import prepare
 from outbox.core.health import State
+from outbox.core.lines import Tenant, Turn
+from outbox.core.turns import Turns
+from outbox.relay.queueing import Queueing
 from outbox.transport.addressing import addressed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from uuid import UUID
 
+    from outbox.core.answer import Answer
     from outbox.core.checkpoint import Mark
     from outbox.relay.owned import OwnedEndpoint
     from outbox.store.checkpoints import CheckpointStore
@@ -32,11 +37,33 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.checkpoints")
 
-SENDING_MAX = 16
-"""At a time, so that a few receivers that never answer leave the others their turn."""
+SENDING_MAX = 64
+"""At a time.  They have their turns as deliveries have, so that receivers that never answer
+leave the others theirs."""
+READ_MAX = 32
+"""So many endpoints' marks are read at a time."""
+WAITING_MAX = 16
+"""Of one tenant, since each that waits for its turn has its marks in memory."""
 FULL_S = 0.1
-"""Until the next look if there was no room for somebody, or he has not answered yet."""
+"""Until the next look if so many were read."""
+BUSY_S = 1.0
+"""And if somebody has not answered yet, or has too much company that waits."""
 TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Subscriber:
+    """An endpoint that wants checkpoints."""
+
+    endpoint: Endpoint
+    turn: Turn
+    every_s: float = inf
+    due_at: float = inf
+    """By the loop's clock."""
+    marks: Sequence[Mark] | None = None
+    """What it is being told; None: nothing."""
+    refuses: bool = False
+    """It did not take the last one."""
 
 
 class Checkpoints:
@@ -53,73 +80,125 @@ class Checkpoints:
         self._store = store
         self._transport = transport
         self._now = now
-        # By endpoint, when the next one is due by the loop's clock, and how often that is.
-        self._due: dict[UUID, tuple[float, float]] = {}
-        self._sending: set[UUID] = set()
-        # Those that did not take the last one.
-        self._refusing: set[UUID] = set()
-        # Never longer than `_sending`.
-        self._queue: asyncio.Queue[tuple[Endpoint, Request]] = asyncio.Queue()
+        self._queueing = Queueing(Turns(SENDING_MAX))
+        self._subscribers: dict[UUID, _Subscriber] = {}
+        # Those whose marks were read.
+        self._read: asyncio.Queue[_Subscriber] = asyncio.Queue()
         self.look_at = inf
         """When to call `look`, by the loop's clock, if nothing changes."""
 
     async def look(self, owned: Collection[OwnedEndpoint]) -> None:
         """Have sent what is due to these endpoints; asyncpg's errors pass through."""
         clock = asyncio.get_running_loop().time()
-        known, self._due = self._due, {}
-        endpoints = {each.endpoint.id: each.endpoint for each in owned if _may_be_told(each)}
-        for endpoint_id, endpoint in endpoints.items():
-            every_s = endpoint.checkpoint_every_s
-            if every_s is None:
-                continue
-            # Not all of them at once, when they have just been taken over.
-            first = (clock + every_s * (endpoint_id.int % 997) / 997, every_s)
-            at, before_s = known.get(endpoint_id, first)
-            self._due[endpoint_id] = (at, every_s) if before_s == every_s else first
-        self._refusing &= self._due.keys()
+        told = self._hold_to(owned, clock)
         # Who has waited longest comes first; who has not answered yet waits for the next.
-        late = sorted((at, i) for i, (at, _) in self._due.items() if at <= clock)
-        due = [i for _, i in late if i not in self._sending][: SENDING_MAX - len(self._sending)]
-        for endpoint_id in due:
-            every_s = self._due[endpoint_id][1]
-            self._due[endpoint_id] = (clock + every_s, every_s)
-        next_at = min((at for at, _ in self._due.values()), default=inf)
+        late = sorted((each for each in told if each.due_at <= clock), key=lambda e: e.due_at)
+        due = self._room_for(late)
+        for each in due:
+            each.due_at = clock + each.every_s
+        next_at = min((each.due_at for each in told if each.due_at > clock), default=inf)
+        if len(due) < len(late):
+            next_at = clock if len(due) == READ_MAX else min(next_at, clock + BUSY_S)
         self.look_at = max(next_at, clock + FULL_S)
         if due:
-            self._sending.update(due)
-            for endpoint_id, marks in (await self._store.marks(due)).items():
-                endpoint = endpoints[endpoint_id]
-                if marks:
-                    self._queue.put_nowait((endpoint, self._request(endpoint, marks)))
-                else:
-                    self._sending.discard(endpoint_id)
+            marks = await self._store.marks([each.endpoint.id for each in due])
+            for each in due:
+                if found := marks[each.endpoint.id]:
+                    each.marks = found
+                    self._read.put_nowait(each)
+
+    def _hold_to(self, owned: Collection[OwnedEndpoint], clock: float) -> list[_Subscriber]:
+        """Know those that want checkpoints, as they are now; returns those to be told."""
+        known, self._subscribers = self._subscribers, {}
+        told = []
+        for each in owned:
+            endpoint = each.endpoint
+            if endpoint.checkpoint_every_s is None:
+                continue
+            subscriber = known.pop(endpoint.id, None)
+            if subscriber is None:
+                line = self._queueing.turns.join(endpoint.tenant, None, None)
+                subscriber = _Subscriber(endpoint, Turn(line))
+            self._change(subscriber, endpoint, clock)
+            self._subscribers[endpoint.id] = subscriber
+            if _may_be_told(each):
+                told.append(subscriber)
+            else:
+                self._queueing.dismiss([subscriber.turn])
+        for subscriber in known.values():
+            self._queueing.dismiss([subscriber.turn])
+            if subscriber.marks is None:
+                self._queueing.turns.leave(subscriber.turn.line)
+        return told
+
+    def _change(self, subscriber: _Subscriber, endpoint: Endpoint, clock: float) -> None:
+        subscriber.endpoint = endpoint
+        every_s, queueing = endpoint.checkpoint_every_s or inf, self._queueing
+        if subscriber.every_s != every_s:
+            # Not all of them at once, when they have just been taken over.
+            subscriber.every_s = every_s
+            subscriber.due_at = clock + every_s * (endpoint.id.int % 997) / 997
+        line = subscriber.turn.line
+        if line.tenant.name != endpoint.tenant:
+            queueing.tell(queueing.turns.change(line, endpoint.tenant, None, None, clock))
+
+    def _room_for(self, late: Sequence[_Subscriber]) -> list[_Subscriber]:
+        """Those of them whose marks to read now."""
+        due: list[_Subscriber] = []
+        taken = Counter[Tenant]()
+        for each in late:
+            if len(due) == READ_MAX:
+                break
+            tenant = each.turn.line.tenant
+            if each.marks is not None or (
+                tenant.bounded and tenant.waiting + taken[tenant] >= WAITING_MAX
+            ):
+                continue
+            taken[tenant] += 1
+            due.append(each)
+        return due
 
     async def run(self) -> None:
         """Send until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                endpoint, request = await self._queue.get()
-                tasks.create_task(self._send(endpoint, request))
-
-    async def _send(self, endpoint: Endpoint, request: Request) -> None:
         try:
-            answer = await self._transport.send(request)
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    tasks.create_task(self._tell(await self._read.get()))
         finally:
-            self._sending.discard(endpoint.id)
+            self._queueing.close()
+
+    async def _tell(self, subscriber: _Subscriber) -> None:
+        turn, queueing = subscriber.turn, self._queueing
+        try:
+            if queueing.begin(turn) or await queueing.wait(turn):
+                answer = None
+                try:
+                    sending = self._transport.send(self._request(subscriber))
+                    answer = await queueing.send(turn, sending)
+                finally:
+                    queueing.end(turn, answered=answer is not None)
+                self._heed(subscriber, answer)
+        finally:
+            subscriber.marks = None
+            if self._subscribers.get(subscriber.endpoint.id) is not subscriber:
+                queueing.turns.leave(turn.line)
+
+    def _heed(self, subscriber: _Subscriber, answer: Answer) -> None:
         if answer.status is not None and 200 <= answer.status < 300:
-            if endpoint.id in self._refusing:
-                self._refusing.discard(endpoint.id)
-                log.info("checkpoints are taken again", endpoint=endpoint.name)
-        elif endpoint.id not in self._refusing:
-            self._refusing.add(endpoint.id)
+            if subscriber.refuses:
+                subscriber.refuses = False
+                log.info("checkpoints are taken again", endpoint=subscriber.endpoint.name)
+        elif not subscriber.refuses:
+            subscriber.refuses = True
             log.warning(
                 "a checkpoint was not taken",
-                endpoint=endpoint.name,
+                endpoint=subscriber.endpoint.name,
                 status=answer.status,
                 failure=answer.failure,
             )
 
-    def _request(self, endpoint: Endpoint, marks: Sequence[Mark]) -> Request:
+    def _request(self, subscriber: _Subscriber) -> Request:
+        endpoint, marks = subscriber.endpoint, subscriber.marks or ()
         now = self._now()
         prepared = prepare(str(uuid4()), datetime.fromtimestamp(now, UTC), marks, endpoint.headers)
         request = addressed(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))

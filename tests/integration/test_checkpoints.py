@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
 
-from outbox.core.answer import Answer
+from outbox.core.answer import Answer, Failure
 from outbox.core.checkpoint import Mark, parse
 from outbox.core.health import State
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Request, verify
-from outbox.relay.checkpoints import SENDING_MAX, Checkpoints
+from outbox.relay.checkpoints import READ_MAX, SENDING_MAX, WAITING_MAX, Checkpoints
 from outbox.store import endpoint_changes, endpoint_states
 from tests.integration.test_catching_up import Wire, fetchable
 from tests.support import ranges
@@ -29,10 +30,11 @@ from tests.support.relay import (
     publish,
     running,
 )
+from tests.support.virtual_time import run_virtual
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from asyncpg import Connection
 
@@ -129,57 +131,109 @@ async def test_numbers_that_were_given_up_are_named(
     assert mark == Mark(f"{made.id.hex[:12]}-1-0", 1, 5, ((2, 2), (3, 3)))
 
 
-async def test_many_that_are_due_at_once_have_their_turn_one_after_the_other() -> None:
-    """More of them than are sent at a time, of which some never answer."""
-    owned = [wanting(n) for n in range(150)]
-    answered: list[str] = []
-    stuck = {f"https://{n}.example/" for n in range(8)}
-    at_once = most = 0
+class Many(Network):
+    """Receivers of checkpoints on virtual time; those called `stuck-…` never answer."""
 
-    class Slow(Network):
-        async def send(self, request: Any) -> Answer:
-            nonlocal at_once, most
-            at_once += 1
-            most = max(most, at_once)
-            try:
-                if request.url in stuck:
-                    await asyncio.Event().wait()
-                await asyncio.sleep(0)
-            finally:
-                at_once -= 1
-            answered.append(request.url)
-            return Answer.of(200, 0.001)
+    def __init__(self) -> None:
+        super().__init__()
+        # When each was told something.
+        self.told: dict[str, list[float]] = {}
+        self.open = self.most = 0
 
-    class Store:
-        async def marks(self, ids: Any) -> dict[Any, list[Mark]]:
-            return {i: [Mark("a-1-0", 1, 1)] for i in ids}
+    async def send(self, request: Any) -> Answer:
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            clock = asyncio.get_running_loop().time
+            self.told.setdefault(request.url, []).append(clock())
+            never = "stuck" in request.url
+            await asyncio.sleep(request.total_timeout_s if never else 0.02)
+            return Answer.failed(Failure.TIMEOUT, "late", 10.0) if never else OK
+        finally:
+            self.open -= 1
 
-    sender = Checkpoints(Store(), Slow(), lambda: 0.0)  # type: ignore[arg-type]
-    async with asyncio.TaskGroup() as tasks:
-        sending = tasks.create_task(sender.run())
-        await sender.look(owned)
-        # As if nobody had looked for a long time: all of them are due.
-        sender._due = {each.endpoint.id: (0.0, 1e6) for each in owned}
-        for _ in range(100):
-            await sender.look(owned)
-            for _ in range(5):
-                await asyncio.sleep(0)
-        assert sender.look_at < asyncio.get_running_loop().time() + 2e6
+    async def marks(self, ids: Any) -> dict[Any, list[Mark]]:
+        return {i: [Mark("a-1-0", 1, 1)] for i in ids}
+
+
+def looking(network: Many, seconds: float, owned: Callable[[float], list[Any]]) -> Checkpoints:
+    """So many seconds of it, with these endpoints at each time."""
+
+    async def run() -> Checkpoints:
+        sender = Checkpoints(network, network, lambda: 0.0)  # type: ignore[arg-type]
+        clock = asyncio.get_running_loop().time
+        sending = asyncio.ensure_future(sender.run())
+        while clock() < seconds:
+            await sender.look(owned(clock()))
+            await asyncio.sleep(min(sender.look_at - clock(), 1.0))
+        # The last ones end.
+        await sender.look([])
+        await asyncio.sleep(60)
         sending.cancel()
-    assert len(answered) == len(set(answered)) == 142
-    assert most == SENDING_MAX
+        await asyncio.wait([sending])
+        return sender
+
+    return run_virtual(run())
 
 
-def wanting(n: int) -> Any:
+def gaps_s(network: Many, seconds: float) -> list[float]:
+    """How long each receiver that answers heard nothing, at the most."""
+    return [
+        max(b - a for a, b in pairwise([0.0, *times, seconds]))
+        for url, times in network.told.items()
+        if "stuck" not in url
+    ]
+
+
+def test_who_never_answers_keeps_checkpoints_from_nobody_else() -> None:
+    """Whether the many that never do are a tenant's or nobody's."""
+    for tenant in ("mallory", None):
+        network = Many()
+        stuck = [wanting(n, f"stuck-{n}", 1.0, tenant) for n in range(400)]
+        good = [wanting(10_000 + n, f"good-{n}", 10.0, f"tenant-{n % 3}") for n in range(30)]
+        sender = looking(network, 120, lambda _, owned=[*stuck, *good]: owned)  # type: ignore[misc]
+        gaps = gaps_s(network, 120)
+        assert len(gaps) == len(good), tenant
+        assert max(gaps) < 20, tenant
+        assert network.most <= SENDING_MAX
+        assert sender._queueing.turns.open == sender._queueing.turns.waiting == 0
+        assert not sender._queueing.turns._tenants
+
+
+def test_an_endpoint_that_is_gone_does_not_keep_its_turn() -> None:
+    network = Many()
+    stuck = [wanting(n, f"stuck-{n}", 1.0) for n in range(100)]
+    looking(network, 30, lambda at: stuck if at < 5 else [])
+    assert max(max(times) for times in network.told.values()) < 6
+
+
+def test_a_tenant_has_few_of_its_checkpoints_in_memory() -> None:
+    network = Many()
+    stuck = [wanting(n, f"stuck-{n}", 1.0, "mallory") for n in range(200)]
+    read: list[int] = []
+
+    async def marks(ids: Any) -> dict[Any, list[Mark]]:
+        read.append(len(ids))
+        return {i: [Mark("a-1-0", 1, 1)] for i in ids}
+
+    network.marks = marks  # type: ignore[method-assign]
+    looking(network, 60, lambda _: stuck)
+    begun = sum(map(len, network.told.values()))
+    assert max(read) <= READ_MAX
+    assert 100 < begun <= sum(read) <= begun + WAITING_MAX
+
+
+def wanting(n: int, name: str, every_s: float, tenant: str | None = None) -> Any:
     endpoint = SimpleNamespace(
         id=UUID(int=n),
-        name=str(n),
-        url=f"https://{n}.example/",
+        name=name,
+        tenant=tenant,
+        url=f"https://{name}.example/",
         method="POST",
         headers=(),
         state="active",
         usable=True,
-        checkpoint_every_s=1e6,
+        checkpoint_every_s=every_s,
         connect_timeout_s=5.0,
         total_timeout_s=15.0,
         networks=(),
