@@ -417,9 +417,7 @@ class Turns:
         ring, nobody = self._rings[part], self._nobody
         # Those without a tenant are bounded each for itself, and together while tenants wait.
         together = line.tenant is not nobody or ring.first(nobody) is not None
-        who = line.tenant if together else line
-        has = who.slow if part is Part.SLOW else who.quick
-        return has < self._room(part)
+        return _has(line.tenant if together else line, part) < self._room(part)
 
     # -------------------------------------------------------------- who waits
 
@@ -438,8 +436,7 @@ class Turns:
             tenant.lines[line.part].discard(line)
         line.part = part
         if part is not None:
-            has = line.slow if part is Part.SLOW else line.quick
-            tenant.lines[part].put(line, has, line.served_at)
+            tenant.lines[part].put(line, _has(line, part), line.served_at)
         self._place_tenant(tenant, now)
 
     def _place_tenant(self, tenant: Tenant, now: float) -> None:
@@ -457,8 +454,7 @@ class Turns:
             elif held:
                 ring.discard(tenant)
             else:
-                has = tenant.slow if part is Part.SLOW else tenant.quick
-                ring.put(tenant, has, tenant.served_at)
+                ring.put(tenant, _has(tenant, part), tenant.served_at)
 
     def _wake(self, who: Line | Tenant, at: float) -> None:
         if who.wake_at is None or at < who.wake_at:
@@ -523,3 +519,11 @@ class Turns:
         tenant.members -= 1
         if not tenant.members:
             del self._tenants[tenant.name]
+
+
+def _has(who: Tenant | Line, part: Part) -> int:
+    """How much of a part somebody has.  What it has of the quick one does not count among the
+    new ones: who is always busy there would never get a new endpoint to begin."""
+    if part is Part.QUICK:
+        return who.quick
+    return who.new if part is Part.NEW else who.slow

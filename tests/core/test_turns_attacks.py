@@ -166,6 +166,22 @@ def test_a_new_endpoint_begins_beside_a_thousand_new_ones_of_a_tenant_that_hang(
     assert max(new.waits_s) < QUICK_S
 
 
+@pytest.mark.parametrize("tenant", [None, "flood"])
+def test_a_new_endpoint_of_a_busy_tenant_begins_beside_many_new_ones_that_hang(
+    tenant: str | None,
+) -> None:
+    """What is open to the tenant's other endpoints does not count among the new ones."""
+    town = Town(Turns(PLACES))
+    Endpoint(town, lambda _, __: 0.2, lanes=10, tenant="busy")
+    new = Endpoint(town, quick, tenant="busy", every_s=0.5, begins_at=20.0)
+    for n in range(300):
+        begins_at = 5.0 + n / 10
+        Endpoint(town, lambda _, __: 1.01, every_s=1.0, tenant=tenant, begins_at=begins_at)
+    town.run(50.0)
+    assert len(new.waits_s) >= 58
+    assert max(new.waits_s) <= QUICK_MAX_S * (1 + 1 / town.turns.new_max)
+
+
 FOR_EVER_S = 3600.0
 
 
