@@ -49,11 +49,15 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from itertools import count
+from typing import TYPE_CHECKING
 
 from outbox.core.holders import Holders
 from outbox.core.least_first import LeastFirst
 from outbox.core.lines import Line, Part, Tenant, Turn, Why, holder_of
 from outbox.core.rate import RESOLUTION_S, Rate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SLOW_S = 1.0
 """An answer that takes longer is slow."""
@@ -174,8 +178,12 @@ class Turns:
 
     # ----------------------------------------------------------------- turns
 
-    def ask(self, turn: Turn, now: float) -> bool:
-        """Begin a request, or wait for the turn to; whether it begins."""
+    def ask(self, turn: Turn, now: float) -> list[Turn]:
+        """Begin a request, or wait for the turn to.
+
+        Returns:
+            The turns that begin with that: this one and maybe others, or none.
+        """
         line = turn.line
         tenant = line.tenant
         if not self.waiting:
@@ -186,15 +194,17 @@ class Turns:
             part = self._part(line, now)
             if self._held(line, now) is None and self._has_room(line, part):
                 self._begin(turn, part, now)
-                if tenant.waiting:
-                    self._place(line, now)
-                return True
+                if not tenant.waiting:
+                    return [turn]
+                self._place(line, now)
+                # It may be at a limit of its own now, and those without a tenant on their own.
+                return [turn, *self._grant(now)]
         turn.waiting = True
         line.waiting[turn] = None
         tenant.waiting += 1
         self.waiting += 1
         self._place(line, now)
-        return False
+        return []
 
     def end(self, turn: Turn, now: float, *, answered: bool = True) -> list[Turn]:
         """A request ended; returns the turns that begin with that.
@@ -220,14 +230,17 @@ class Turns:
             self._place(line, now)
         return self._grant(now)
 
-    def withdraw(self, turn: Turn, now: float) -> None:
-        """A turn is not waited for any more."""
-        line = turn.line
-        turn.waiting = False
-        del line.waiting[turn]
-        line.tenant.waiting -= 1
-        self.waiting -= 1
-        self._place(line, now)
+    def withdraw(self, turns: Iterable[Turn], now: float) -> list[Turn]:
+        """These are not waited for any more; returns the turns that begin with that."""
+        for turn in turns:
+            line = turn.line
+            turn.waiting = False
+            del line.waiting[turn]
+            line.tenant.waiting -= 1
+            self.waiting -= 1
+            self._place(line, now)
+        # Those without a tenant may have had to wait together because of it.
+        return self._grant(now)
 
     def wake(self, now: float) -> list[Turn]:
         """Time has passed; returns the turns that begin with that."""

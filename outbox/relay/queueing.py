@@ -34,8 +34,8 @@ class Queueing:
     def begin(self, turn: Turn) -> bool:
         """Begin a request if it may be; otherwise it is to `wait`."""
         begun = self.turns.ask(turn, self._loop().time())
-        self._call_off()
-        return begun
+        self.tell(begun[1:])
+        return bool(begun)
 
     async def wait(self, turn: Turn) -> bool:
         """Wait for the turn; False: it was `dismissed`, and nothing has begun."""
@@ -47,7 +47,7 @@ class Queueing:
         except BaseException:
             if turn.waiting:
                 del self._waiting[turn]
-                self.turns.withdraw(turn, loop.time())
+                self.tell(self.turns.withdraw([turn], loop.time()))
             elif turn.open:
                 # It came in the very moment in which nobody wanted it any more.
                 self.end(turn, answered=False)
@@ -91,10 +91,11 @@ class Queueing:
 
     def dismiss(self, turns: Iterable[Turn]) -> None:
         """Whoever waits for one of these is to ask again whether it wants it at all."""
-        for turn in turns:
-            if turn.waiting:
-                self.turns.withdraw(turn, self._loop().time())
-                self._resolve(turn, begun=False)
+        dismissed = [turn for turn in turns if turn.waiting]
+        begun = self.turns.withdraw(dismissed, self._loop().time())
+        for turn in dismissed:
+            self._resolve(turn, begun=False)
+        self.tell(begun)
 
     def tell(self, begun: Iterable[Turn]) -> None:
         """Turns have come."""

@@ -93,10 +93,11 @@ def meddle(town: Town, rng: Random) -> None:
     line = endpoint.line
     if line.waiting and rng.random() < 0.5:
         turn = rng.choice(list(line.waiting))
-        town.turns.withdraw(turn, town.now)
+        begun = town.turns.withdraw([turn], town.now)
         del endpoint.asked_at[turn]
         endpoint.idle.append(turn)
         endpoint.owed += 1
+        town.begin(begun)
     elif endpoint.rate_per_s is None:  # What is kept of a rate is checked over the whole run.
         limits = (rng.choice((None, endpoint.open_count + 1)), None)
         town.begin(town.turns.change(line, rng.choice((None, line.tenant.name)), *limits, town.now))
@@ -208,6 +209,30 @@ def test_a_limit_that_is_lifted_lets_those_begin_that_waited() -> None:
     assert turns.why(line, 0.0) is None
 
 
+def test_a_tenant_that_waits_no_longer_lets_those_begin_that_have_none() -> None:
+    turns = Turns(16)
+    tenants, first, second = (turns.join(name, None, None) for name in ("t", None, None))
+    for line in (tenants, first, second):
+        line.slow_until = 1000.0
+    assert all(turns.ask(Turn(line), 0.0) for line in (tenants, tenants, first))
+    third, other = Turn(tenants), Turn(second)
+    assert not turns.ask(third, 0.0)
+    assert not turns.ask(other, 0.0), "all of them have as many as there is room for"
+    assert turns.withdraw([third], 1.0) == [other]
+
+
+def test_a_tenant_that_comes_to_its_limit_lets_those_begin_that_have_none() -> None:
+    turns = Turns(16, tenant_in_flight_max=3)
+    slow, quick, first, second = (turns.join(name, None, None) for name in ("t", "t", None, None))
+    for line in (slow, first, second):
+        line.slow_until = 1000.0
+    assert all(turns.ask(Turn(line), 0.0) for line in (slow, slow, first))
+    assert not turns.ask(Turn(slow), 0.0)
+    other, last = Turn(second), Turn(quick)
+    assert not turns.ask(other, 0.0)
+    assert turns.ask(last, 1.0) == [last, other]
+
+
 def test_a_request_that_is_open_for_long_makes_room_in_the_quick_part() -> None:
     turns = Turns(4)
     line = turns.join("t", None, None)
@@ -289,7 +314,8 @@ def test_a_timer_that_fires_a_little_too_soon_ends_and_comes_again(
         line.slow_until = rng.choice((0.0, 3.0, 10.0 * rng.random()))
     open_: list[Turn] = []
     for line in lines:
-        open_ += [turn for turn in (Turn(line) for _ in range(4)) if turns.ask(turn, 1.0)]
+        for _ in range(4):
+            open_ += turns.ask(Turn(line), 1.0)
     asleep = 0
     now = 1.0
     for _ in range(300):

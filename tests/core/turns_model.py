@@ -79,9 +79,7 @@ class Endpoint:
             self.owed -= 1
             turn = self.idle.pop()
             self.asked_at[turn] = self.town.now
-            if self.town.turns.ask(turn, self.town.now):
-                self.begin(turn)
-            self.town.obey()
+            self.town.begin(self.town.turns.ask(turn, self.town.now))
 
     def begin(self, turn: Turn) -> None:
         """The turn has come."""

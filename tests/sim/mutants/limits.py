@@ -24,7 +24,7 @@ def one_request_too_many_of_an_endpoint(sim: Simulation) -> None:
 
     begin = turns.Turns.ask
 
-    def patched(self: Any, turn: Any, now: float, **rest: Any) -> bool:
+    def patched(self: Any, turn: Any, now: float, **rest: Any) -> Any:
         line = turn.line
         most, line.in_flight_max = line.in_flight_max, line.in_flight_max and line.in_flight_max + 1
         try:
