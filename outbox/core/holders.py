@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
+from itertools import count
 from typing import Generic, TypeVar
-
-from outbox.core.least_first import LeastFirst
 
 W = TypeVar("W")
 T = TypeVar("T")
 
 
 class Holders(Generic[W, T]):
-    """Items by who holds them; the cost of a step does not depend on how many hold some."""
+    """Items by who holds them; how many hold some hardly matters to the cost of a step."""
 
-    __slots__ = ("_by_amount", "_items", "_len")
+    __slots__ = ("_by_amount", "_items", "_len", "_levels", "_ticket")
 
     def __init__(self) -> None:
-        self._items: dict[W, OrderedDict[T, None]] = {}
-        self._by_amount = LeastFirst[W]()
+        # Each with a number, the oldest first.
+        self._items: dict[W, OrderedDict[T, int]] = {}
+        # By amount, and then by the number of their oldest.
+        self._by_amount: dict[int, list[tuple[int, W]]] = {}
+        # The amounts that somebody has, ascending.
+        self._levels: list[int] = []
+        self._ticket = count()
         self._len = 0
 
     def __len__(self) -> int:
@@ -26,30 +31,55 @@ class Holders(Generic[W, T]):
 
     def add(self, who: W, item: T) -> None:
         """It takes one more."""
-        items = self._items.setdefault(who, OrderedDict())
-        items[item] = None
+        items = self._items.get(who)
+        if items is None:
+            items = self._items[who] = OrderedDict()
+        else:
+            self._discard(who, items)
+        items[item] = next(self._ticket)
         self._len += 1
-        self._by_amount.put(who, len(items), 0.0)
+        self._put(who, items)
 
     def remove(self, who: W, item: T) -> None:
         """It gives one back."""
         items = self._items[who]
+        self._discard(who, items)
         del items[item]
         self._len -= 1
         if items:
-            self._by_amount.put(who, len(items), 0.0)
+            self._put(who, items)
         else:
             del self._items[who]
-            self._by_amount.discard(who)
 
     def of(self, who: W) -> list[T]:
         """What it has, the oldest first."""
         return list(self._items.get(who, ()))
 
     def most(self) -> tuple[int, T] | None:
-        """The largest amount, and the oldest item of who has it (of several: had it first)."""
-        last = self._by_amount.last()
-        if last is None:
+        """The largest amount, and the oldest item of those who have it."""
+        if not self._levels:
             return None
-        has, who = last
+        has = self._levels[-1]
+        _, who = self._by_amount[has][0]
         return has, next(iter(self._items[who]))
+
+    def _put(self, who: W, items: OrderedDict[T, int]) -> None:
+        has = len(items)
+        level = self._by_amount.get(has)
+        if level is None:
+            level = self._by_amount[has] = []
+            insort(self._levels, has)
+        # No two have the same number.
+        insort(level, (_oldest(items), who))
+
+    def _discard(self, who: W, items: OrderedDict[T, int]) -> None:
+        has = len(items)
+        level = self._by_amount[has]
+        del level[bisect_left(level, (_oldest(items),))]
+        if not level:
+            del self._by_amount[has]
+            del self._levels[bisect_left(self._levels, has)]
+
+
+def _oldest(items: OrderedDict[T, int]) -> int:
+    return next(iter(items.values()))

@@ -78,10 +78,3 @@ class LeastFirst(Generic[T]):
                 if item is not but:
                     return has, item
         return None
-
-    def last(self) -> tuple[int, T] | None:
-        """The most that anybody has, and who came to have it first."""
-        if not self._levels:
-            return None
-        has = self._levels[-1]
-        return has, next(iter(self._rings[has]))

@@ -241,6 +241,30 @@ def test_a_slow_endpoint_is_served_beside_more_that_hang_for_an_hour_than_there_
     assert honest.answered >= 2000.0 / (promised_s + 20.0) - 1
 
 
+def test_who_has_one_less_now_does_not_keep_the_other_for_that() -> None:
+    """What was open before others began is called off before theirs."""
+    town = Town(Turns(PLACES))
+
+    def slow_one(tenant: str, takes_s: float, at: float, lanes: int = 1) -> Endpoint:
+        one = Endpoint(
+            town, lambda _, __: takes_s, tenant=tenant, lanes=lanes, every_s=1e6, begins_at=at
+        )
+        one.line.slow_until = 1e6
+        one.owed = lanes - 1
+        return one
+
+    for n in range(7):
+        slow_one(f"two{n}", FOR_EVER_S, n / 1000, lanes=2)
+    slow_one("one", FOR_EVER_S, 0.5)
+    slow_one("quicker", HOLD_S - 1.5, 0.5)
+    for n in range(9):
+        slow_one(f"other{n}", FOR_EVER_S, 0.6)
+    honest = slow_one("honest", 5.0, 0.7)
+    town.run(100.0)
+    assert honest.waits_s
+    assert honest.waits_s[0] <= HOLD_S * (1 + 9 / town.turns.slow_max)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_they_do_together_a_quick_endpoint_waits_no_longer_than_is_promised(
     seed: int,
