@@ -75,6 +75,7 @@ class Line:
         "new",
         "open",
         "part",
+        "patient",
         "proven",
         "quick",
         "rate",
@@ -95,6 +96,8 @@ class Line:
         # Its last answer was quick.
         self.proven = False
         self.slow_until = 0.0
+        # So many of those that wait need a slow place.
+        self.patient = 0
         self.waiting: OrderedDict[Turn, None] = OrderedDict()
         # Where it waits for room; None: it does not.
         self.part: Part | None = None
@@ -104,13 +107,15 @@ class Line:
 class Turn:
     """A lane's: one request at a time."""
 
-    __slots__ = ("began_at", "called_off", "line", "open", "part", "waiting")
+    __slots__ = ("began_at", "called_off", "cut", "line", "open", "part", "waiting")
 
     def __init__(self, line: Line) -> None:
         self.line = line
         self.waiting = self.open = False
         # Of the request that is open.
         self.called_off = False
+        # So many times in a row it was moved, and then called off.
+        self.cut = 0
         self.began_at = 0.0
         self.part = Part.QUICK
 

@@ -19,6 +19,8 @@ whoever holds most of a part, is ended like one whose time is over,
 - of those that were moved, as soon as there is no place for one more;
 - of slow ones, once it was open for `HOLD_S`, and only for somebody who waits for its place
   and has less than half as many.
+A lane whose request was moved and called off `CUT_MAX` times in a row waits for a slow place,
+however long ago that was: there it is left alone for `HOLD_S`, and nowhere else.
 
 **Nobody takes a part alone.**  Who has as many requests of a part as there is room left in it
 has to wait, even if nobody else wants the room: one endpoint gets half of it, two a third each,
@@ -68,6 +70,8 @@ PENANCE = 10.0
 and holds places of the quick."""
 HOLD_S = 30.0
 """So long a slow request is left alone, however many wait for its place."""
+CUT_MAX = 2
+"""So many times in a row the request of a lane is called off soon, at the most."""
 
 
 _PARTS = (Part.QUICK, Part.NEW, Part.SLOW)
@@ -191,7 +195,7 @@ class Turns:
         # Nobody passes those of its endpoint, nor those that a second's limit of its tenant
         # keeps waiting, although the time for that may have come just now.
         if not line.waiting and tenant.wake_at is None:
-            part = self._part(line, now)
+            part = Part.SLOW if turn.cut >= CUT_MAX else self._part(line, now)
             if self._held(line, now) is None and self._has_room(line, part):
                 self._begin(turn, part, now)
                 if not tenant.waiting:
@@ -201,6 +205,7 @@ class Turns:
                 return [turn, *self._grant(now)]
         turn.waiting = True
         line.waiting[turn] = None
+        line.patient += turn.cut >= CUT_MAX
         tenant.waiting += 1
         self.waiting += 1
         self._place(line, now)
@@ -216,6 +221,10 @@ class Turns:
         took_s = now - turn.began_at
         if not turn.called_off:
             self._leave_part(turn)
+            if answered:
+                turn.cut = 0
+        elif turn.part is Part.MOVED:
+            turn.cut += 1
         turn.open = False
         line.open -= 1
         line.tenant.open -= 1
@@ -233,12 +242,9 @@ class Turns:
     def withdraw(self, turns: Iterable[Turn], now: float) -> list[Turn]:
         """These are not waited for any more; returns the turns that begin with that."""
         for turn in turns:
-            line = turn.line
-            turn.waiting = False
-            del line.waiting[turn]
-            line.tenant.waiting -= 1
-            self.waiting -= 1
-            self._place(line, now)
+            del turn.line.waiting[turn]
+            self._waits_no_longer(turn)
+            self._place(turn.line, now)
         # Those without a tenant may have had to wait together because of it.
         return self._grant(now)
 
@@ -391,7 +397,7 @@ class Turns:
 
     @staticmethod
     def _part(line: Line, now: float) -> Part:
-        if line.open > line.quick or now + RESOLUTION_S < line.slow_until:
+        if line.open > line.quick or line.patient or now + RESOLUTION_S < line.slow_until:
             return Part.SLOW
         return Part.QUICK if line.proven else Part.NEW
 
@@ -469,6 +475,12 @@ class Turns:
             else:
                 ring.put(tenant, _has(tenant, part), tenant.served_at)
 
+    def _waits_no_longer(self, turn: Turn) -> None:
+        turn.waiting = False
+        turn.line.patient -= turn.cut >= CUT_MAX
+        turn.line.tenant.waiting -= 1
+        self.waiting -= 1
+
     def _wake(self, who: Line | Tenant, at: float) -> None:
         if who.wake_at is None or at < who.wake_at:
             who.wake_at = at
@@ -485,9 +497,7 @@ class Turns:
             else:
                 misses = 0
                 turn, _ = line.waiting.popitem(last=False)
-                turn.waiting = False
-                line.tenant.waiting -= 1
-                self.waiting -= 1
+                self._waits_no_longer(turn)
                 self._begin(turn, part, now)
                 self._place(line, now)
                 begun.append(turn)

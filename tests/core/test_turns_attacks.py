@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outbox.core.turns import HOLD_S, Turns
+from outbox.core.lines import Turn, Why
+from outbox.core.turns import CUT_MAX, HOLD_S, Turns
 from outbox.core.turns import SLOW_S as QUICK_MAX_S
 from tests.core.turns_model import Endpoint, Town
 
@@ -239,6 +240,32 @@ def test_a_slow_endpoint_is_served_beside_more_that_hang_for_an_hour_than_there_
     assert max(honest.waits_s) <= promised_s
     assert all(town.now - at <= promised_s for at in honest.asked_at.values())
     assert honest.answered >= 2000.0 / (promised_s + 20.0) - 1
+
+
+def test_who_takes_its_time_gets_it_however_often_others_have_it_called_off() -> None:
+    """It is slow for a time after each, and would wait for a slow place for longer than that."""
+    town = Town(Turns(PLACES))
+    for n in range(400):
+        Endpoint(town, lambda _, __: 5.0, every_s=100.0, begins_at=n / 4)
+    for n in range(160):
+        Endpoint(town, lambda _, __: FOR_EVER_S, begins_at=n / 10)
+    honest = Endpoint(town, lambda _, __: 10.0, begins_at=100.0)
+    town.run(1500.0)
+    assert honest.answered >= 2
+    assert honest.called_off <= CUT_MAX * (honest.answered + 1)
+
+
+def test_who_is_dismissed_does_not_keep_its_endpoint_slow() -> None:
+    turns = Turns(4)
+    line, other = (turns.join(None, None, None) for _ in range(2))
+    cut = Turn(line)
+    cut.cut = CUT_MAX
+    other.slow_until = 1000.0
+    assert turns.ask(Turn(other), 0.0)
+    assert not turns.ask(cut, 0.0)
+    assert turns.why(line, 0.0) is Why.SLOW
+    assert turns.withdraw([cut], 1.0) == []
+    assert turns.ask(Turn(line), 1.0), "there is room for a new one"
 
 
 def test_who_has_one_less_now_does_not_keep_the_other_for_that() -> None:
