@@ -72,6 +72,8 @@ HOLD_S = 30.0
 """So long a slow request is left alone, however many wait for its place."""
 CUT_MAX = 2
 """So many times in a row the request of a lane is called off soon, at the most."""
+TIMERS_SPARE = 64
+"""Timers that nobody waits for any more are put away when there are so many, and most are."""
 
 
 _PARTS = (Part.QUICK, Part.NEW, Part.SLOW)
@@ -120,6 +122,8 @@ class Turns:
         self._next = Part.QUICK
         # When something can be had that waits for a time.
         self._timers: list[tuple[float, int, Line | Tenant]] = []
+        # Those who wait for one.
+        self._timed = 0
         self._ticket = count()
 
     # ------------------------------------------------------------- endpoints
@@ -257,6 +261,7 @@ class Turns:
             at, _, who = heapq.heappop(timers)
             if who.wake_at == at:
                 who.wake_at = None
+                self._timed -= 1
                 due.append(who)
         # All were taken out before any is put back, which ends whatever time they are given.
         for who in due:
@@ -483,8 +488,15 @@ class Turns:
 
     def _wake(self, who: Line | Tenant, at: float) -> None:
         if who.wake_at is None or at < who.wake_at:
+            self._timed += who.wake_at is None
             who.wake_at = at
-            heapq.heappush(self._timers, (at, next(self._ticket), who))
+            timers = self._timers
+            heapq.heappush(timers, (at, next(self._ticket), who))
+            if len(timers) > 2 * self._timed + TIMERS_SPARE:
+                # Most are of times that were brought forward; one of each is enough.
+                valid = (each for each in timers if each[0] == each[2].wake_at)
+                timers[:] = {each[2]: each for each in valid}.values()
+                heapq.heapify(timers)
 
     def _grant(self, now: float) -> list[Turn]:
         """Begin what may begin; the parts take turns, because what is free is for all of them."""

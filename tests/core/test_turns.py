@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.core.lines import Part, Turn, Why
 from outbox.core.rate import RESOLUTION_S, SLACK_S, Rate
-from outbox.core.turns import HOLD_S, SLOW_MIN_S, SLOW_S, Turns
+from outbox.core.turns import HOLD_S, SLOW_MIN_S, SLOW_S, TIMERS_SPARE, Turns
 from tests.core.turns_model import Endpoint, Town
 
 PLACES = 64
@@ -348,6 +348,23 @@ def test_what_was_abandoned_says_nothing_about_its_endpoint() -> None:
     assert turns.ask(turn, 0.0)
     turns.end(turn, 0.1, answered=False)
     assert turns._part(line, 0.2) is Part.NEW
+
+
+def test_timers_that_nobody_waits_for_are_put_away() -> None:
+    """It waits for its rate again and again, and each time would become new later than that."""
+    turns = Turns(PLACES)
+    line = turns.join(None, None, 100.0)
+    line.slow_until = 600.0
+    open_ = [each for _ in range(20) for each in turns.ask(Turn(line), 0.0)]
+    now, begun = 0.0, 0
+    while now < 50.0:
+        for turn in open_:
+            open_ = [*turns.end(turn, now), *turns.ask(turn, now)]
+        now = turns.wake_at() or 0.0
+        open_ += turns.wake(now)
+        begun += len(open_)
+        assert len(turns._timers) <= 2 + TIMERS_SPARE
+    assert begun > 4900
 
 
 def test_no_step_costs_more_with_more_endpoints() -> None:
