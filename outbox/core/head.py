@@ -60,11 +60,24 @@ class Head:
             _, longest_s = policy.delay_bounds_s(max(self.spent, 1))
             self.next_attempt_at = min(self.next_attempt_at, now + longest_s)
 
-    def spend(self, policy: RetryPolicy, *, started_at: float, now: float, u: float) -> bool:
-        """Charge the attempt that was answered; whether the budget has ended with it."""
+    def spend(
+        self,
+        policy: RetryPolicy,
+        *,
+        started_at: float,
+        now: float,
+        u: float,
+        called_off: bool = False,
+    ) -> bool:
+        """Charge the attempt that was made; whether the budget has ended with it.
+
+        Args:
+            called_off: we ended it, for the sake of others.  It is no fault of the receiver
+                and costs no attempt; the time since the first one counts all the same.
+        """
         assert self.first_attempt_at is not None
-        self.spent += 1
+        self.spent += not called_off
         if policy.exhausted(self.spent, started_at - self.first_attempt_at):
             return True
-        self.next_attempt_at = now + policy.delay_s(self.spent, u)
+        self.next_attempt_at = now + policy.delay_s(max(self.spent, 1), u)
         return False

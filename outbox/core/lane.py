@@ -312,11 +312,13 @@ class Lane:
         now: float,
         u: float,
         blocks: bool = False,
+        called_off: bool = False,
     ) -> Record:
         """A Send was answered.
 
         Args:
             u: uniform in [0, 1), for the jitter.
+            called_off: there was no answer yet when it was ended to make room for others.
             blocks: when this ends the delivery, the lane waits for an operator.
         """
         first, head = self._queue[0], self._head
@@ -342,7 +344,9 @@ class Lane:
         head.answered(told, started_at)
         if verdict is Verdict.REFUSED:
             return self._give_up(first, "refused", row, blocks=blocks)
-        if not self._free and head.spend(policy, started_at=started_at, now=now, u=u):
+        if not self._free and head.spend(
+            policy, started_at=started_at, now=now, u=u, called_off=called_off
+        ):
             return self._give_up(first, "exhausted", row, blocks=blocks)
         self._busy = _Busy.RECORDING
         self._floor_batch = first.batch

@@ -400,6 +400,7 @@ class Dispatcher:
             now=now,
             u=self._rng.random(),
             blocks=home.endpoint.blocks,
+            called_off=lane.turn.called_off and answer.failure is not None,
         )
         self._observer.answered(lane, send, answer, record, span)
         if not record.urgent:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from outbox.core.answer import classify, summary
+from outbox.core.answer import Answer, Failure, classify, summary
 from outbox.core.lane import Lane
 from outbox.core.steps import DeadLetter, DeadRange, Fetch, Gate, Gone, Progress, Record, Send
 from tests.core.lane_promises import POLICY
@@ -46,6 +46,24 @@ def test_a_free_probe_may_deliver_or_be_refused() -> None:
         assert record.attempt is not None
         assert record.attempt.outcome == outcome
         assert lane.acked_seq == 1
+
+
+def test_what_was_called_off_costs_time_alone() -> None:
+    lane = lane_with(delivery(1))
+    cut = Answer.failed(Failure.TIMEOUT, "called off", 2.0)
+    now = NOW
+    while now < NOW + POLICY.age_max_s:
+        _, record = attempt(lane, cut, now, called_off=True)
+        assert record.dead is None
+        assert record.progress is not None
+        assert record.progress.spent == 0
+        assert record.progress.next_attempt_at == now + POLICY.delay_s(1, 0.5)
+        lane.recorded(record)
+        now = record.progress.next_attempt_at
+    assert lane.checkpoint().attempts > POLICY.attempts_max
+    _, record = attempt(lane, cut, now, called_off=True)
+    assert isinstance(record.dead, DeadLetter)
+    assert record.dead.reason == "exhausted"
 
 
 def test_a_probe_at_its_time_counts() -> None:
