@@ -380,11 +380,9 @@ class Turns:
         found, most = self._foremost(Part.SLOW), self._slow.most()
         if found is None or most is None:
             return None
-        has, line = found
+        has, _ = found
         if has < self.slow_max - self.slow:
             return None  # It waits for one that was called off to end.
-        if line.tenant is self._nobody:
-            has = line.slow
         return most[1] if 2 * has < most[0] else None
 
     def _call_off(self, turn: Turn, now: float) -> None:

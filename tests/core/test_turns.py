@@ -293,6 +293,23 @@ def test_a_slow_request_keeps_its_place_until_somebody_with_less_has_waited_for_
     assert turns.wake_at() == 3 * HOLD_S, "now it is the other way round"
 
 
+def test_nothing_is_called_off_for_one_who_does_not_get_the_place() -> None:
+    """While tenants wait, those without one have together as many as a tenant may have."""
+    turns = Turns(64)
+    names = ("t", "u", "v", *[None] * 6)
+    lines = [turns.join(name, None, None) for name in names]
+    for line in lines:
+        line.slow_until = 1000.0
+    tenant, second, third, *without, last = lines
+    for line, count in ((tenant, 8), *((each, 1) for each in without), (second, 2), (third, 1)):
+        assert all(turns.ask(Turn(line), 0.0) for _ in range(count))
+    assert turns.slow == turns.slow_max
+    waiting = [Turn(tenant), Turn(last)]
+    assert not any(turns.ask(turn, 1.0) for turn in waiting)
+    assert turns.wake(HOLD_S + 1.0) == []
+    assert turns.take_called_off() == []
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(0, 2**32),
