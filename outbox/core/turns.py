@@ -32,7 +32,7 @@ then to its endpoint that has the fewest, then to the lane that has waited for t
 those that have as many it goes to the one that was served longest ago (see `least_first`).
 All endpoints without a tenant count as one tenant here.
 
-**What that promises**, from two places on, to a tenant that has nothing open in a part (and,
+**What that promises**, from three places on, to a tenant that has nothing open in a part (and,
 where there are no tenants, to such an endpoint): while `others` like it wait with it, it waits
 for `SLOW_S · (1 + others / places)` at the most if it is quick, and for `HOLD_S` in place of
 `SLOW_S` if it is slow.  `places` are those of the part, of the quick one without the new ones;
