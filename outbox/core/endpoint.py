@@ -14,6 +14,7 @@ from outbox.core import duration, pattern, statuses
 from outbox.core.answer import RETRYABLE
 from outbox.core.event import TENANT_BYTES_MAX, check_text, encode_headers
 from outbox.core.filter import check as check_filter
+from outbox.core.headers import header_problem
 from outbox.core.quoting import quoted
 from outbox.core.retry import STANDARD, RetryPolicy
 from outbox.errors import UsageError
@@ -107,7 +108,7 @@ class EndpointSettings:
         _choice("method", self.method, get_args(Method))
         if not isinstance(self.headers, dict):
             raise UsageError("headers: must be names with values")
-        encode_headers(self.headers)
+        encode_headers(self.headers, header_problem)
         _number("connect_timeout", self.connect_timeout_s, TIMEOUT_S_MAX)
         _number("timeout", self.total_timeout_s, TIMEOUT_S_MAX)
         if self.in_flight_max is not None:

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.headers import WIRE_COUNT_MAX, header_problem
+from outbox.core.headers import WIRE_COUNT_MAX, event_header_problem
 from outbox.core.pattern import RESERVED_PREFIX, TYPE_BYTES_MAX
 from outbox.errors import InvalidEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 KEY_BYTES_MAX = 512
 TENANT_BYTES_MAX = 255
@@ -69,8 +69,14 @@ def check_text(field: str, value: object, bytes_max: int) -> str | None:
     return None if value is None else _text(field, value, bytes_max)
 
 
-def encode_headers(headers: Mapping[str, str] | None) -> str | None:
+def encode_headers(
+    headers: Mapping[str, str] | None,
+    problem_of: Callable[[str, object], str | None] = event_header_problem,
+) -> str | None:
     """Headers as JSON text; None when there are none.
+
+    Args:
+        problem_of: why one cannot go along.
 
     Raises:
         InvalidEvent: HTTP cannot carry one of them, one is reserved, two
@@ -82,7 +88,7 @@ def encode_headers(headers: Mapping[str, str] | None) -> str | None:
     for name, value in headers.items():
         if not isinstance(name, str):
             raise InvalidEvent("headers", f"a name is {type(name).__name__}, not text")
-        problem = header_problem(name, value)
+        problem = problem_of(name, value)
         if problem is None and name.lower() in seen:
             problem = "stands there twice"
         if problem is not None:

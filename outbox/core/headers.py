@@ -1,4 +1,4 @@
-"""Headers of others in requests of ours: which may go along, and who wins.
+"""Headers of others in requests of ours: which may go along, and whose count.
 
 An endpoint's headers (an API key, say) and an event's (`traceparent` is one) go
 along unless they could change what a header of ours says, how the request is
@@ -6,6 +6,11 @@ framed, or where it goes.  Such headers, and those whose name or value HTTP/1.1
 cannot carry unharmed (RFC 9110, 5.5 and 5.6.2; values outside ASCII have no
 agreed meaning), are refused where somebody can be told, and left out where
 nobody can: a bad header never stops a delivery.
+
+An event goes to many endpoints, and whoever publishes it knows few of them.  So it says
+nothing of who asks (credentials would go to all of them), nor what a proxy in front of a
+receiver takes for its own word, and what an endpoint says of itself is not for an event to
+change.
 
 Both together have a bound on the wire, since receivers have one: what they all take is some
 16 KiB and a hundred headers, ours included.  The endpoint's come first, because its receiver
@@ -20,7 +25,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from outbox.core.answer import Headers
 
@@ -57,16 +62,30 @@ _RESERVED = frozenset(
         "upgrade",
     }
 )
+_OF_ENDPOINTS = frozenset(
+    {
+        # Who asks.
+        "authorization",
+        "cookie",
+        # Who asked the proxy, and for what (RFC 7239, and its usual forerunners).
+        "forwarded",
+        "via",
+        "x-http-method",
+        "x-http-method-override",
+        "x-method-override",
+        "x-original-url",
+        "x-real-ip",
+        "x-rewrite-url",
+    }
+)
+_OF_ENDPOINTS_PREFIX = "x-forwarded-"
 WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
 """Of an endpoint's headers and an event's together, each with its colon and line end."""
 _RESERVED_PREFIX = "webhook-"
 
 
 def header_problem(name: str, value: object) -> str | None:
-    """Why an event's own header cannot go along; None: it can.
-
-    Producers are told by this when they publish; here it is left out.
-    """
+    """Why a header cannot go along, whoever says it; None: it can."""
     lower = name.lower()
     if lower in _RESERVED or lower.startswith(_RESERVED_PREFIX):
         return "is set by the relay, or says how the request is carried"
@@ -79,15 +98,24 @@ def header_problem(name: str, value: object) -> str | None:
     return None
 
 
+def event_header_problem(name: str, value: object) -> str | None:
+    """Why an event's header cannot go along; None: it can.
+
+    Producers are told by this when they publish; `merge` leaves it out.
+    """
+    lower = name.lower()
+    if lower in _OF_ENDPOINTS or lower.startswith(_OF_ENDPOINTS_PREFIX):
+        return "is for endpoints to set: an event goes to any of them"
+    return header_problem(name, value)
+
+
 def own(headers: Mapping[str, object]) -> Headers:
-    """The headers that may go along, the first of each name."""
-    kept: dict[str, tuple[str, str]] = {}
-    _add(kept, headers.items())
-    return tuple(kept.values())
+    """The headers of an endpoint that may go along, the first of each name."""
+    return tuple(_kept(headers.items(), header_problem).values())
 
 
 def merge(endpoint: Headers, event: bytes | None) -> Headers:
-    """An endpoint's headers, then the event's; of one name the event's counts.
+    """An endpoint's headers, then the event's; of one name the endpoint's counts.
 
     Of the event's, those that go beyond the bound are left out.
 
@@ -97,17 +125,13 @@ def merge(endpoint: Headers, event: bytes | None) -> Headers:
     """
     if event is None:
         return endpoint
-    kept: dict[str, tuple[str, str]] = {}
-    _add(kept, orjson.loads(event).items())
     merged = {name.lower(): (name, value) for name, value in endpoint}
     room = WIRE_BYTES_MAX - sum(map(_wire_bytes, endpoint))
-    for lower, each in kept.items():
-        was = merged.get(lower)
-        room_after = room - _wire_bytes(each) + (0 if was is None else _wire_bytes(was))
-        if room_after >= 0 and (was is not None or len(merged) < WIRE_COUNT_MAX):
-            merged.pop(lower, None)
+    for lower, each in _kept(orjson.loads(event).items(), event_header_problem).items():
+        takes = _wire_bytes(each)
+        if lower not in merged and takes <= room and len(merged) < WIRE_COUNT_MAX:
             merged[lower] = each
-            room = room_after
+            room -= takes
     return tuple(merged.values())
 
 
@@ -116,8 +140,12 @@ def _wire_bytes(header: tuple[str, str]) -> int:
     return len(header[0]) + len(header[1]) + 4
 
 
-def _add(kept: dict[str, tuple[str, str]], headers: Iterable[tuple[str, object]]) -> None:
+def _kept(
+    headers: Iterable[tuple[str, object]], problem: Callable[[str, object], str | None]
+) -> dict[str, tuple[str, str]]:
+    kept: dict[str, tuple[str, str]] = {}
     for name, value in headers:
         lower = name.lower()
-        if lower not in kept and header_problem(name, value) is None:
+        if lower not in kept and problem(name, value) is None:
             kept[lower] = (name, str(value).strip(" \t"))
+    return kept

@@ -102,7 +102,7 @@ _SETTINGS = (
         "--header",
         multiple=True,
         metavar='"NAME: VALUE"',
-        help="Sent along; repeatable.  An event's own header of that name wins.",
+        help="Sent along, in place of an event's header of that name; repeatable.",
     ),
     click.option(
         "--headers-file",

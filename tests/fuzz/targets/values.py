@@ -15,7 +15,7 @@ from outbox.core.cron import NICKNAMES, Cron
 from outbox.core.ed25519 import PAIR_BYTES, parse_private_key, parse_public_key
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.event import check_text, check_type, encode_headers, encode_payload
-from outbox.core.headers import merge, own
+from outbox.core.headers import merge
 from outbox.core.names import quote_ident, quote_literal, schema_name
 from outbox.core.signature import format_secret, parse_key, parse_secret
 from outbox.core.token import TokenSettings, is_fetch_token, is_token
@@ -144,9 +144,8 @@ def texts(raw: bytes) -> None:
         encoded = encode_headers({header: value})
     except InvalidEvent as error:
         refused(error, "headers")
-        hold(
-            not own({header: value}) or len(value) > 8000, f"{header!r} is refused, and goes along"
-        )
+        text = orjson.dumps({header: value}) if _is_text(header + value) else b"{}"
+        hold(not merge((), text) or len(value) > 8000, f"{header!r} is refused, and goes along")
     else:
         carried = merge((), encoded.encode() if encoded else None)
         (name_of, value_of) = carried[0]
