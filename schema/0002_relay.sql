@@ -114,6 +114,7 @@ CREATE TABLE endpoint_secret (
     secret      text        NOT NULL,
     key_id      text        GENERATED ALWAYS AS (   -- what it is encrypted with; NULL: in clear
                     CASE WHEN secret LIKE 'sealed:%' THEN split_part(secret, ':', 2) END) STORED,
+    public_key  text,                               -- what the receiver has; NULL: the secret
     created_at  timestamptz NOT NULL DEFAULT clock_timestamp(),
     expires_at  timestamptz,
     PRIMARY KEY (endpoint_id, id)

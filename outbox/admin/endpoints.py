@@ -127,8 +127,8 @@ class RotationBody(Model):
 
     overlap: Seconds = Field(default=OVERLAP_S, ge=0)
     """The old secret signs beside the new one for so long; 0: no longer."""
-    ed25519: bool = False
-    """A private key, of which the receiver is given the public one."""
+    ed25519: bool | None = None
+    """A private key, of which the receiver is given the public one, or not; null: as before."""
 
 
 class Added(Shown):

@@ -67,8 +67,8 @@ UPDATE endpoint
 """  # noqa: S608 (constants only)
 
 ADD_SECRET = """
-INSERT INTO endpoint_secret (endpoint_id, id, secret)
-SELECT $1, coalesce(max(id), 0) + 1, $2 FROM endpoint_secret WHERE endpoint_id = $1
+INSERT INTO endpoint_secret (endpoint_id, id, secret, public_key)
+SELECT $1, coalesce(max(id), 0) + 1, $2, $3 FROM endpoint_secret WHERE endpoint_id = $1
 RETURNING id
 """  # noqa: S105
 
@@ -237,7 +237,8 @@ async def add_in(
     endpoint_id = uuid4()
     headers = vault.seal_headers(settings.headers, endpoint_id)
     await connection.execute(ADD_ENDPOINT, endpoint_id, actor, *_columns(settings, headers))
-    await connection.execute(ADD_SECRET, endpoint_id, vault.seal(secret, endpoint_id, SIGNING))
+    sealed = vault.seal(secret, endpoint_id, SIGNING)
+    await connection.execute(ADD_SECRET, endpoint_id, sealed, public_key(secret))
     await begin_subscription(connection, from_batch, endpoint_id, settings)
     await connection.execute(ADD_LANES, endpoint_id, 1, settings.lanes, from_batch, 0)
     await connection.execute(ADD_HEALTH, endpoint_id)
@@ -248,7 +249,7 @@ async def add_in(
         id=endpoint_id,
         name=settings.name,
         url=settings.url,
-        secret=shown(secret),
+        secret=public_key(secret) or secret,
         lanes=settings.lanes,
         types=settings.types,
         from_batch=from_batch,
@@ -340,10 +341,10 @@ def new_secret(*, ed25519: bool = False) -> str:
     return format_secret(secrets.token_bytes(SECRET_BYTES))
 
 
-def shown(secret: str) -> str:
-    """What the receiver is given of it: a secret as it is, and of a private key the public one."""
+def public_key(secret: str) -> str | None:
+    """What the receiver is given of a private key, `whpk_…`; None: it has the secret itself."""
     key = parse_signing_key(secret)
-    return secret if isinstance(key, bytes) else key.public_text
+    return None if isinstance(key, bytes) else key.public_text
 
 
 def name_taken(name: str, state: str) -> Conflict:

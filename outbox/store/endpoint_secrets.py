@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import Conflict
 from outbox.store.changes import change, write_journal
-from outbox.store.endpoint_changes import ADD_SECRET, lock, new_secret, shown
+from outbox.store.endpoint_changes import ADD_SECRET, lock, new_secret, public_key
 from outbox.store.endpoint_states import must_be
 from outbox.store.vault import CLEAR, SIGNING
 
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 OVERLAP_S = 86400.0
 SECRETS_MAX = 3
 """More live ones are not needed to replace one, and each is signed with."""
+
+# Whether the newest one is a private key.
+IS_ED25519 = """
+SELECT public_key IS NOT NULL FROM endpoint_secret WHERE endpoint_id = $1 ORDER BY id DESC LIMIT 1
+"""
 
 # The secrets older than the new one: they expire, and those that have are not
 # kept.  Without an overlap all of them go.
@@ -59,12 +64,13 @@ async def rotate_secret(
     actor: str,
     overlap_s: float = OVERLAP_S,
     vault: Vault = CLEAR,
-    ed25519: bool = False,
+    ed25519: bool | None = None,
 ) -> Rotation:
     """A new signing secret; the old ones sign beside it for `overlap_s` more seconds.
 
     Args:
-        ed25519: a private key, of which the receiver is given the public one.
+        ed25519: a private key, of which the receiver is given the public one, or not; None: as
+            the newest one is.
 
     Raises:
         NotFound: there is none of that name.
@@ -75,9 +81,12 @@ async def rotate_secret(
         found = await lock(connection, name)
         must_be(found, ("active", "paused", "disabling", "disabled"), "given a new secret")
         vault = await vault.for_writing(connection)
+        if ed25519 is None:
+            ed25519 = await connection.fetchval(IS_ED25519, found.id) or False
         secret = new_secret(ed25519=ed25519)
         sealed = vault.seal(secret, found.id, SIGNING)
-        secret_id = await connection.fetchval(ADD_SECRET, found.id, sealed)
+        public = public_key(secret)
+        secret_id = await connection.fetchval(ADD_SECRET, found.id, sealed, public)
         rows = await connection.fetch(END_SECRETS, found.id, secret_id, float(overlap_s))
         old = [row["expires_at"] for row in rows]
         if len(old) >= SECRETS_MAX:
@@ -89,4 +98,4 @@ async def rotate_secret(
         if ed25519:
             told["ed25519"] = True
         await write_journal(connection, "endpoint_secret_rotated", actor, found.id, told)
-    return Rotation(found.id, name, shown(secret), len(old) + 1, max(old, default=None))
+    return Rotation(found.id, name, public or secret, len(old) + 1, max(old, default=None))

@@ -92,7 +92,7 @@ SELECT s.*, b.seq AS blocked_seq, b.at AS blocked_at
 
 # The newest first; to look at them takes no right to read them.
 LIST_SECRETS = """
-SELECT id, key_id AS key, created_at, expires_at FROM endpoint_secret
+SELECT id, key_id, public_key, created_at, expires_at FROM endpoint_secret
  WHERE endpoint_id = $1 AND (expires_at IS NULL OR expires_at > clock_timestamp())
  ORDER BY id DESC
 """
@@ -187,8 +187,10 @@ class SecretRow:
     """A live signing secret, which is not shown."""
 
     id: int
-    key: str | None
-    """The id of the key that it is encrypted with; None: it is in clear."""
+    key_id: str | None
+    """Of the key that it is encrypted with; None: it is in clear."""
+    public_key: str | None
+    """What the receiver has of a private key, `whpk_…`; None: it has the secret."""
     created_at: datetime
     expires_at: datetime | None
 

@@ -471,8 +471,13 @@ async def test_a_certificate_is_taken_described_and_never_shown(
 async def test_a_public_key_takes_the_place_of_a_secret(api: Api) -> None:
     body = {"name": "a", "url": URL, "ed25519": True}
     assert (await api.post("/v1/endpoints", body)).json["secret"].startswith("whpk_")
-    rotated = await api.post("/v1/endpoints/a/rotate-secret", {"ed25519": True})
-    assert rotated.json["secret"].startswith("whpk_")
+    # It stays what it is, unless somebody says something else.
+    for body, prefix in (({}, "whpk_"), ({"ed25519": False}, "whsec_"), ({}, "whsec_")):
+        rotated = await api.post("/v1/endpoints/a/rotate-secret", {"overlap": 0, **body})
+        assert rotated.json["secret"].startswith(prefix)
+        (secret,) = (await api.get("/v1/endpoints/a")).json["secrets"]
+        public = rotated.json["secret"] if prefix == "whpk_" else None
+        assert secret["public_key"] == public
 
 
 async def test_authorities_are_looked_at_before_they_are_trusted(api: Api) -> None:

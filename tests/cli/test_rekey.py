@@ -86,7 +86,8 @@ def test_a_key_that_is_none_is_not_shown(outbox: Command, key: str) -> None:
 def test_a_receiver_can_be_given_a_public_key(here: Command) -> None:
     made = here("endpoint", "add", "a", URL, "--ed25519", "--json").json
     assert made["secret"].startswith("whpk_")
-    rotated = here("endpoint", "rotate-secret", "a", "--ed25519")
+    assert made["secret"] in here("endpoint", "show", "a").out
+    rotated = here("endpoint", "rotate-secret", "a")
     assert "public key  whpk_" in rotated.out
     assert "whsk_" not in rotated.out + rotated.err
     assert "Keep the secret" not in rotated.err

@@ -41,8 +41,10 @@ export async function rotate(endpoint) {
   if (!told) return;
   const made = await act(() => post(path(endpoint, "rotate-secret"), { overlap: told.overlap }), "A new secret was made.");
   if (made) {
-    await ask(`The new secret of ${endpoint}`, [h("p", null, "It is shown this once. Give it to the receiver now."),
-      copied("Secret", made.secret)], { yes: "I have it", no: null, sure: true });
+    const isPublic = made.secret.startsWith("whpk_");
+    await ask(`The new ${isPublic ? "public key" : "secret"} of ${endpoint}`, [
+      h("p", null, isPublic ? "Give it to the receiver now." : "It is shown this once. Give it to the receiver now."),
+      copied(isPublic ? "Public key" : "Secret", made.secret)], { yes: "I have it", no: null, sure: true });
   }
 }
 

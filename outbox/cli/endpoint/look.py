@@ -249,6 +249,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("disabled", f"after {told['disable_after']} without a success"),
         ("checkpoints", told["checkpoint_every"] and f"every {told['checkpoint_every']}"),
         ("secrets", f"{live}, the older ones until {cell(max(older))}" if older else live),
+        ("public key", found.secrets[0].public_key if found.secrets else None),
         ("owed", row.owed),
         ("added", row.created_at),
     ]
@@ -282,8 +283,8 @@ def _certificate(found: Detail) -> str | None:
 
 def _kept(found: Detail) -> str:
     """How its signing secrets are stored."""
-    keys = sorted({s.key for s in found.secrets if s.key is not None})
-    if any(s.key is None for s in found.secrets):
+    keys = sorted({s.key_id for s in found.secrets if s.key_id is not None})
+    if any(s.key_id is None for s in found.secrets):
         return "in clear" if not keys else f"some in clear, some encrypted with {' '.join(keys)}"
     return f"encrypted with the key {' '.join(keys)}"
 

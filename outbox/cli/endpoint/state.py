@@ -10,6 +10,7 @@ from outbox.cli.common import actor, database, json_option, run_async, settings_
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import overlap_s
 from outbox.cli.output import cell, count, emit_json, emit_pairs
+from outbox.core.ed25519 import PUBLIC_PREFIX
 from outbox.store import endpoint_secrets, endpoint_states
 from outbox.store.vault import Vault
 
@@ -137,14 +138,15 @@ Examples:
     help="The old secret signs beside the new one for so long; 0: no longer.",
 )
 @click.option(
-    "--ed25519",
-    is_flag=True,
-    help="A private key, of which the receiver is given the public one: it can sign nothing.",
+    "--ed25519/--shared",
+    default=None,
+    help="A private key, of which the receiver is given the public one and can sign nothing; "
+    "or a secret that both have.  Default: as the old one.",
 )
 @json_option
 @settings_options
 def rotate_secret(
-    settings: Settings, name: str, overlap: str, ed25519: bool, as_json: bool
+    settings: Settings, name: str, overlap: str, ed25519: bool | None, as_json: bool
 ) -> None:
     """Give an endpoint a new signing secret, shown this once.
 
@@ -168,9 +170,10 @@ def rotate_secret(
             emit_json(made)
             return
         old = "signs no more" if made.old_until is None else f"signs until {cell(made.old_until)}"
-        what = "public key" if ed25519 else "secret"
+        is_public = made.secret.startswith(PUBLIC_PREFIX)
+        what = "public key" if is_public else "secret"
         emit_pairs([("name", made.name), (what, made.secret), ("old secret", old)])
-        if not ed25519:
+        if not is_public:
             click.echo("Keep the secret now: it is not shown again.", err=True)
 
     run_async(go())

@@ -88,6 +88,7 @@ export function view(place, [endpoint]) {
         ["Retry", typeof settings.retry === "string" ? settings.retry : JSON.stringify(settings.retry)],
         ["On a dead letter", settings.on_dead_letter === "block" ? "the lane waits for an operator" : "the lane goes on"],
         ["Secrets", told.secrets.map((s) => (s.expires_at ? `old one until ${time(s.expires_at)}` : `since ${time(s.created_at)}`)).join("; ")],
+        told.secrets[0]?.public_key && ["Public key", h("code", null, told.secrets[0].public_key)],
       ]),
       h("section", null,
         h("h2", null, "Lanes ", h("small", null, count(told.lanes.length))),
