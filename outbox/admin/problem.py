@@ -58,6 +58,7 @@ class Kind(Enum):
     INVALID = ("invalid", 422, "something in the request is wrong")
     TOO_MANY_REQUESTS = ("too-many-requests", 429, "too many requests")
     INTERNAL = ("internal", 500, "an error of ours")
+    NOT_GRANTED = ("not-granted", 501, "this relay's role in the database may not do this")
     UNAVAILABLE = ("unavailable", 503, "the database cannot be used just now")
 
     def __init__(self, name: str, status: int, title: str) -> None:
@@ -105,7 +106,7 @@ def of(error: Exception) -> Problem | None:
         case SchemaTooNew():
             return unavailable(TOO_NEW)
         case _ if _not_granted(error):
-            return unavailable(NOT_GRANTED)
+            return Problem(Kind.NOT_GRANTED, NOT_GRANTED)
         case asyncpg.QueryCanceledError():
             return unavailable("the database took too long; try again when it has less to do")
         case asyncpg.SerializationError() | asyncpg.DeadlockDetectedError():

@@ -12,6 +12,7 @@ Left out, wherever it stands, is
     who runs it       an operator is `operator`, a relay is `relay`; of tokens those of
                       the tenant itself have their names
     how much there is batches, how far the sequencing is, how many events were looked at
+    what is inside    a name that leads to an address that is refused leads nowhere
 
 Numbers of things (events, dead letters, jobs, rows of the journal) and the cursors made
 of them are counted over the whole installation.  They stay: whoever asks needs them to
@@ -24,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.answer import outcome
+from outbox.core.answer import outcome, veiled
 from outbox.store import tenancy
 from outbox.store.resending import is_receiver
 
@@ -70,7 +71,12 @@ class Teller:
 
     def answer(self, told: dict[str, Any] | None) -> dict[str, Any] | None:
         """What came of an attempt, in a summary of the answer or with it."""
-        return told if self.answers or told is None else outcome(told)
+        if self.answers or told is None:
+            return told
+        summary = outcome(told)
+        if self.own is not None and "failure" in summary:
+            summary["failure"] = veiled(summary["failure"])
+        return summary
 
     def endpoint(self, row: EndpointRow) -> EndpointRow:
         """An endpoint of a listing."""
@@ -155,7 +161,7 @@ class Teller:
     def _attempted(self, attempt: Attempt) -> Attempt:
         # What was wrong with an answer may quote it.
         failure = (attempt.answer or {}).get("failure") if attempt.status is None else None
-        return replace(attempt, answer=None, error=failure)
+        return replace(attempt, answer=None, error=failure if self.own is None else veiled(failure))
 
 
 async def teller(call: Call[Any, Any]) -> Teller:

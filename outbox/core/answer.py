@@ -285,6 +285,13 @@ def outcome(told: Mapping[str, Any]) -> dict[str, Any]:
     return {name: told[name] for name in _OUTCOME if name in told}
 
 
+def veiled(failure: str | None) -> str | None:
+    """A kind of failure as customers are told it: who sees which names lead to addresses that
+    are refused, and which nowhere, can look around in a network that he cannot reach.
+    """
+    return Failure.DNS if failure == Failure.EGRESS_REFUSED else failure
+
+
 def receipt(answer: Answer) -> dict[str, Any] | None:
     """What is kept of a success: what finds the request in the receiver's logs, and the
     beginning of what it said.  None when it said nothing of the kind.

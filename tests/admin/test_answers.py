@@ -6,6 +6,7 @@ was wrong with it, and every route is asked for everything that there is.
 
 from __future__ import annotations
 
+import json
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,8 @@ def script(sent: Sent) -> Answer:
             return Answer.of(503, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
         case "garbled":
             return Answer.failed(Failure.PROTOCOL, f"bad status line {CANARY}", 0.01)
+        case "inside":
+            return Answer.failed(Failure.EGRESS_REFUSED, f"{CANARY} leads to 10.0.0.5", 0.01)
         case "gone":
             return Answer.of(410, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
         case "refusing":
@@ -51,12 +54,13 @@ def script(sent: Sent) -> Answer:
     return Answer.of(200, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
 
 
-KINDS = ("well", "busy", "garbled", "gone", "refusing")
+KINDS = ("well", "busy", "garbled", "inside", "gone", "refusing")
 READY = """
 SELECT (SELECT count(DISTINCT endpoint_id) FROM dead_letter) >= 3
-   AND (SELECT count(*) FROM attempt) >= 9
+   AND (SELECT count(*) FROM attempt) >= 13
    AND (SELECT count(*) FROM endpoint WHERE state = 'disabled') = 2
-   AND (SELECT count(*) FROM endpoint_health WHERE state = 'failing') >= 4
+   AND (SELECT count(*) FROM endpoint_health WHERE state = 'failing') >= 6
+   AND (SELECT count(*) FROM lane_progress WHERE last_answer IS NOT NULL) >= 6
 """
 
 
@@ -126,10 +130,16 @@ async def test_no_route_tells_others_what_a_receiver_said(
     api = anybody.with_token(await make_token(database, "reader", scopes, tenant=tenant))
     for path, said in (await asked(api, tenant)).items():
         assert CANARY.encode() not in said, path
+        assert tenant is None or b"egress_refused" not in said, path
     own = tenant or "our"
     shown = (await api.get(f"/v1/endpoints/{own}-garbled")).json
     assert shown["health"]["last_answer"]["failure"] == "protocol"
     assert shown["lanes"][0]["last_answer"].keys() <= SHOWN
+    # Which names lead inside is not for customers to find out.
+    shown = (await api.get(f"/v1/endpoints/{own}-inside")).json
+    failure = "egress_refused" if tenant is None else "dns"
+    assert shown["health"]["last_answer"]["failure"] == failure
+    assert shown["lanes"][0]["last_answer"]["failure"] == failure
     shown = (await api.get(f"/v1/endpoints/{own}-busy")).json
     assert shown["health"]["last_answer"]["status"] == 503
     events = (await api.get("/v1/trace/k")).json["events"]
@@ -141,6 +151,7 @@ async def test_no_route_tells_others_what_a_receiver_said(
     }
     garbled = attempts[f"{own}-garbled"]
     assert (garbled["status"], garbled["error"], garbled["answer"]) == (None, "protocol", None)
+    assert attempts[f"{own}-inside"]["error"] == failure
     assert attempts[f"{own}-busy"]["status"] == 503
     assert any("it answered 503" in why for event in events for why in event["diagnosis"])
 
@@ -161,6 +172,12 @@ async def test_what_an_operational_event_tells_has_nothing_of_it(database: Datab
     assert await fetchval(database, told) >= 3
     leaks = "SELECT count(*) FROM outbox WHERE payload::text LIKE '%' || $1 || '%'"
     assert await fetchval(database, leaks, CANARY) == 0
+    failures = """
+        SELECT jsonb_object_agg(payload -> 'endpoint' ->> 'name', payload -> 'failure') FROM outbox
+         WHERE type = 'outbox.endpoint.held' AND payload -> 'endpoint' ->> 'name' LIKE '%-inside'
+    """
+    told_of = json.loads(await fetchval(database, failures))
+    assert told_of == {"our-inside": "egress_refused", "acme-inside": "dns"}
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])
