@@ -8,7 +8,7 @@
 --ledger-seconds N   how long relay and receiver are killed over a ledger (default: 6)
 --cursor-seconds N   how long the adversarial producers go on (default: 6)
 --sim-seeds N   how many virtual hours are simulated (default: 20)
---api-examples N   requests of each kind that are made of the API's document (default: 4)
+--api-examples N   requests of each kind that are made of the API's document (default: 2)
 --model-size N   how much of the protocols is explored, 1 to 3 (default: 1)
 """
 
@@ -87,9 +87,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--api-examples",
         type=int,
-        default=4,
+        default=2,
         metavar="N",
-        help="requests of each kind that are made of the API's document; default: 4",
+        help="requests of each kind that are made of the API's document; default: 2",
     )
     group.addoption(
         "--model-size",

@@ -55,21 +55,28 @@ class Queueing:
         return begun
 
     async def send(self, turn: Turn, sending: Coroutine[Any, Any, Answer]) -> Answer:
-        """What a request whose turn it is came to: called off, it has got no answer in time."""
+        """What a request whose turn it is came to.
+
+        Called off, it has got no answer in time, unless the head of one was there.
+        """
         loop = self._loop()
         began_at = loop.time()
         limit = asyncio.timeout_at(began_at if turn.called_off else None)
+        head: Answer | None = None
         try:
             async with limit:
                 self._sending[turn] = limit
                 try:
                     return await sending
+                except asyncio.CancelledError as cut:
+                    head = next((each for each in cut.args if isinstance(each, Answer)), None)
+                    raise
                 finally:
                     del self._sending[turn]
         except TimeoutError:
             if not limit.expired():
                 raise
-            return Answer.failed(Failure.TIMEOUT, CALLED_OFF, loop.time() - began_at)
+            return head or Answer.failed(Failure.TIMEOUT, CALLED_OFF, loop.time() - began_at)
 
     def end(self, turn: Turn, *, answered: bool) -> None:
         """A request has ended; others may begin.

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 IN_FLIGHT_MAX = 1000
 KEEP_ALIVE_S = 15.0
+CANCELLED = "the request was called off"
 DESTINATIONS_MAX = 1024
 """So many URLs are remembered in the form that the connector wants."""
 
@@ -127,6 +128,13 @@ class AiohttpTransport:
                 if payload.at_eof() and not _unsent(connection):
                     _protocol(connection).answered()
                     connection.release()
+        except asyncio.CancelledError:
+            if message is None:
+                raise
+            # Not of a class of its own, which `asyncio.timeout` of Python 3.11 does not know.
+            raise asyncio.CancelledError(
+                _answer(message, clock() - start, body, CANCELLED)
+            ) from None
         except Exception as error:
             failure, detail = _explain(error, request)
         finally:
@@ -137,13 +145,7 @@ class AiohttpTransport:
         elapsed_s = clock() - start
         if message is None:
             return Answer.failed(failure or Failure.INTERNAL, detail, elapsed_s)
-        return Answer.of(
-            message.code,
-            elapsed_s,
-            headers=_headers(message),
-            body=bytes(body),
-            detail=f"the body was cut short: {detail}" if failure is not None else "",
-        )
+        return _answer(message, elapsed_s, body, None if failure is None else detail)
 
     def _find_destination(
         self, method: str, text: str, networks: tuple[Network, ...], tls: Tls | None
@@ -217,6 +219,19 @@ def _unsent(connection: Connection) -> int:
     """How many bytes of the request still wait to be sent."""
     transport = connection.transport
     return 0 if transport is None else transport.get_write_buffer_size()
+
+
+def _answer(
+    message: RawResponseMessage, elapsed_s: float, body: bytearray, cut_by: str | None
+) -> Answer:
+    """What came back; `cut_by` says what ended its body, if it has not ended by itself."""
+    return Answer.of(
+        message.code,
+        elapsed_s,
+        headers=_headers(message),
+        body=bytes(body),
+        detail="" if cut_by is None else f"the body was cut short: {cut_by}",
+    )
 
 
 def _headers(message: RawResponseMessage) -> Headers:

@@ -77,7 +77,8 @@ class Transport(Protocol):
         * A connection is used again only for requests with the same `networks`
           and the same `tls`.
         * Cancelling closes the connection: the request may have arrived, but
-          its answer is never taken for another's.
+          its answer is never taken for another's.  If the head was there, what
+          is raised (`asyncio.CancelledError`) has the `Answer` for its argument.
         """
         ...
 

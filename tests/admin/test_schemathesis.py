@@ -4,7 +4,7 @@ schemathesis makes requests of the document, good ones and bad ones, and they ar
 real server with a real database.  Whatever comes back is as the document says: its status, its
 type, its form; and nothing is an error of ours.
 
---api-examples N   good and bad requests for each operation and token (default: 6)
+--api-examples N   good and bad requests for each operation and token (default: 2)
 """
 
 from __future__ import annotations

@@ -590,9 +590,29 @@ class TransportConformance:
             await until(lambda: len(server.received) == 1)
             await meanwhile(transport)
             sending.cancel()
-            with pytest.raises(asyncio.CancelledError):
+            # The receiver has it, and whoever cancelled can know.
+            with pytest.raises(asyncio.CancelledError) as cancelled:
                 await sending
+            (answer,) = cancelled.value.args
+            assert (answer.status, answer.body) == (200, b"abc")
+            assert answer.detail == "the body was cut short: the request was called off"
             await until(lambda: server.closed_by_peer == 1)
+
+    async def test_cancelling_says_nothing_to_a_time_out_but_that_it_is_over(
+        self, transport: Transport
+    ) -> None:
+        async def script(connection: Connection) -> None:
+            await connection.request()
+            await connection.send(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nabc")
+            await connection.closed_by_peer()
+
+        async def limited(server: RawServer) -> None:
+            async with asyncio.timeout(0.3):
+                await transport.send(to(server))
+
+        async with serving(script) as server:
+            with pytest.raises(TimeoutError):
+                await limited(server)
 
     async def test_closing_ends_what_is_in_flight(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
