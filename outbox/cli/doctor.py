@@ -28,9 +28,10 @@ Examples:
   outbox doctor --no-probe                     only read
 
 Exit code 1 says that there is a problem; warnings are none. It asks nothing for
-more than some seconds, so it may be run by a monitor; a role with pg_monitor and
-SELECT on the tables sees everything. The probe publishes one event of the type
-outbox.probe, which only endpoints get that name all of it in their types.
+more than some seconds, so it may be run by a monitor: with --no-probe, as a role
+that sees everything by `outbox migrate --reader ROLE` and `GRANT pg_monitor TO ROLE`.
+The probe, for operators, publishes one event of the type outbox.probe, which only
+endpoints get that name all of it in their types.
 """
 )
 @click.option(

@@ -135,6 +135,36 @@ def test_an_operator_does_what_its_commands_do(
 
 
 @pytest.mark.one_major
+def test_a_monitor_sees_everything_by_what_the_doctors_help_says(
+    outbox: Command, as_role: Callable[..., Result], filled: Database
+) -> None:
+    told = " ".join(outbox("doctor", "--help").out.split())
+    assert "`outbox migrate --reader ROLE` and `GRANT pg_monitor TO ROLE`" in told
+
+    async def grant() -> None:
+        async with filled.connection() as owner:
+            await owner.execute(f'GRANT pg_monitor TO "reader-{filled.name}"')
+
+    assert as_role("reader", "status").code == 0
+    asyncio.run(grant())
+    findings = as_role("reader", "doctor", "--json").json["findings"]
+    assert [f for f in findings if "could not see" in f["says"]] == []
+    assert [f["says"] for f in findings if "can read the secrets" in f["says"]] == []
+
+
+@pytest.mark.one_major
+def test_a_producer_that_looks_is_not_told_to_be_given_more(
+    as_role: Callable[..., Result],
+) -> None:
+    refused = as_role("producer", "doctor")
+    assert refused.code == 3
+    assert refused.error == (
+        "permission denied for table migration; that role is for a producer; "
+        "run it as a reader or an operator"
+    )
+
+
+@pytest.mark.one_major
 def test_who_only_looks_changes_nothing_and_is_told_whom_to_ask(
     as_role: Callable[..., Result],
 ) -> None:

@@ -190,5 +190,8 @@ async def _unseen(look: Look, why: str) -> Said:
 
 
 async def _grant_reader(look: Look) -> str:
-    role = await look.db.fetchval("SELECT current_user")
-    return f"as the role that ran outbox migrate: {roles.grant(look, 'reader', role)}"
+    about = await look.db.fetchrow(roles.PURPOSES)
+    if about["purposes"] == ["producer"]:
+        # Who publishes is not to look, so it is not this role that should get more.
+        return "that role is for a producer; run it as a reader or an operator"
+    return f"as the role that ran outbox migrate: {roles.grant(look, 'reader', about['role'])}"

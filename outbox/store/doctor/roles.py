@@ -30,18 +30,20 @@ SELECT rolname, rolsuper, false FROM pg_roles
  ORDER BY role
 """
 
-# What this role is: it has the rights of those that it is a member of.
-ABOUT = """
-SELECT current_user AS role, pg_has_role(c.relowner, 'USAGE') AS owner,
+# What this role is: it has the rights of those that it is a member of.  A role without any
+# rights here can ask this, too.
+PURPOSES = """
+SELECT current_user AS role,
        ARRAY(SELECT DISTINCT w.purpose
                FROM unnest('{producer,relay,operator,reader}'::text[]) AS w(purpose)
-               JOIN pg_proc p ON p.pronamespace = c.relnamespace
-                AND p.proname = w.purpose || '_rights'
+               JOIN pg_proc p ON p.proname = w.purpose || '_rights'
+               JOIN pg_namespace n ON n.oid = p.pronamespace AND n.nspname = current_schema()
               CROSS JOIN LATERAL aclexplode(p.proacl) AS acl
               WHERE acl.grantee <> 0 AND pg_has_role(acl.grantee, 'USAGE')
               ORDER BY 1) AS purposes
-  FROM pg_class c WHERE c.oid = 'outbox'::regclass
 """
+
+OWNER = "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = 'outbox'::regclass"
 
 # What it should have, and has not.
 MISSING = """
@@ -98,8 +100,8 @@ async def roles(look: Look) -> AsyncIterator[Said]:
             "run with the owner's rights",
             f"REVOKE CREATE ON SCHEMA {quote_ident(look.schema)} FROM {role}",
         )
-    about = await look.db.fetchrow(ABOUT)
-    if about["owner"]:
+    about = await look.db.fetchrow(PURPOSES)
+    if await look.db.fetchval(OWNER):
         if not wrong:
             yield ok(f'"{about["role"]}" owns the tables')
         return
