@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -557,6 +558,51 @@ async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
     assert "PUBLIC may define things in the schema" in found.says
     await owner.execute(str(found.do))
     assert [f for f in await _says(owner) if f.severity == "problem"] == []
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("purpose", [None, "reader", "producer"])
+@pytest.mark.parametrize(
+    ("granted", "tables"),
+    [
+        ("SELECT ON ALL TABLES IN SCHEMA relay", "endpoint endpoint_secret fetch_token token"),
+        ("SELECT (id, hash) ON relay.token", "token"),
+    ],
+)
+async def test_the_doctor_tells_who_can_read_secrets_without_being_meant_to(
+    database: Database, owner: Connection[Any], purpose: str | None, granted: str, tables: str
+) -> None:
+    async def told() -> list[Finding]:
+        return [f for f in await _says(owner) if "can read the secrets" in f.says]
+
+    purposes = [] if purpose is None else [purpose]
+    async with role(database, *purposes) as given, role(database, "relay", "operator"):
+        await owner.execute(f'GRANT {granted} TO "{given}"')
+        assert purpose or await told() == [], "without USAGE on the schema there is no way to it"
+        await owner.execute(f'GRANT USAGE ON SCHEMA relay TO "{given}"')
+        (found,) = await told()
+        what = f"is for a {purpose} alone" if purpose else "was granted none of our purposes"
+        names = ", ".join(f"relay.{table}" for table in tables.split())
+        assert found.severity == "warning"
+        assert found.says == f'"{given}", which {what}, can read the secrets in {names}'
+        wanted = purpose or "reader"
+        assert str(found.do).endswith(f"outbox migrate --{wanted} {shlex.quote(given)}")
+        await migrate(owner, "relay", roles=[(wanted, given)])
+        assert await told() == []
+
+
+@pytest.mark.one_major
+async def test_the_doctor_tells_when_everybody_can_read_secrets(owner: Connection[Any]) -> None:
+    async def told() -> list[Finding]:
+        return [f for f in await _says(owner) if "everybody" in f.says]
+
+    await owner.execute("GRANT SELECT ON relay.endpoint_secret TO PUBLIC")
+    (found,) = await told()
+    assert found.says == (
+        "everybody was granted SELECT on relay.endpoint_secret, with the secrets there"
+    )
+    await owner.execute(str(found.do))
+    assert await told() == []
 
 
 # --------------------------------------------------------------------- periods

@@ -73,6 +73,37 @@ SELECT coalesce(r.rolname, 'PUBLIC') AS role
  ORDER BY 1
 """
 
+# Who was given what only relays and operators need, and is neither.  NULL: everybody.  What
+# gives all tables of a server, such as pg_read_all_data, is not granted here.
+UNCALLED = """
+WITH purposes AS (
+    SELECT w.purpose, acl.grantee
+      FROM unnest('{producer,relay,operator,reader}'::text[]) AS w(purpose)
+      JOIN pg_proc p ON p.pronamespace = quote_ident(current_schema())::regnamespace
+       AND p.proname = w.purpose || '_rights'
+     CROSS JOIN LATERAL aclexplode(p.proacl) AS acl
+     WHERE acl.grantee <> 0),
+given AS (
+    SELECT c.relname, c.relowner, acl.grantee
+      FROM unnest('{endpoint,endpoint,endpoint_secret,token,fetch_token}'::text[],
+                  '{headers,identity,secret,hash,hash}'::text[]) AS s(name, secret)
+      JOIN pg_class c ON c.relnamespace = quote_ident(current_schema())::regnamespace
+       AND c.relname = s.name
+      JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname = s.secret
+     CROSS JOIN LATERAL (SELECT * FROM aclexplode(c.relacl)
+                         UNION ALL SELECT * FROM aclexplode(a.attacl)) AS acl
+     WHERE acl.privilege_type = 'SELECT')
+SELECT r.rolname AS role, array_agg(DISTINCT g.relname::text ORDER BY g.relname::text) AS tables,
+       (SELECT min(p.purpose) FROM purposes p WHERE p.grantee = g.grantee) AS purpose
+  FROM given g LEFT JOIN pg_roles r ON r.oid = g.grantee
+ WHERE g.grantee = 0
+    OR NOT r.rolsuper AND NOT pg_has_role(r.oid, g.relowner, 'USAGE')
+       AND has_schema_privilege(r.oid, current_schema(), 'USAGE')
+       AND NOT EXISTS (SELECT FROM purposes p WHERE p.purpose IN ('relay', 'operator')
+                          AND pg_has_role(r.oid, p.grantee, 'USAGE'))
+ GROUP BY g.grantee, r.rolname ORDER BY r.rolname NULLS FIRST
+"""
+
 # Partitions of dropped periods that are still attached, and have been for a day.
 SHELLS = """
 SELECT count(*)
@@ -100,6 +131,9 @@ async def roles(look: Look) -> AsyncIterator[Said]:
             "run with the owner's rights",
             f"REVOKE CREATE ON SCHEMA {quote_ident(look.schema)} FROM {role}",
         )
+    for row in await look.db.fetch(UNCALLED):
+        wrong = True
+        yield _uncalled(look, row["role"], row["purpose"], row["tables"])
     about = await look.db.fetchrow(PURPOSES)
     if await look.db.fetchval(OWNER):
         if not wrong:
@@ -127,6 +161,22 @@ async def _granted(look: Look, role: str, purposes: list[str]) -> AsyncIterator[
             )
         else:
             yield ok(f'"{role}" has what a {purpose} needs, and owns nothing')
+
+
+def _uncalled(look: Look, role: str | None, purpose: str | None, tables: list[str]) -> Said:
+    """A role that can read what only relays and operators are to."""
+    names = ", ".join(look.name(table) for table in tables)
+    if role is None:
+        return warning(
+            f"everybody was granted SELECT on {names}, with the secrets there",
+            f"REVOKE SELECT ON {names} FROM PUBLIC",  # noqa: S608 (for an operator to read)
+        )
+    what = f"is for a {purpose} alone" if purpose else "was granted none of our purposes"
+    return warning(
+        f'"{role}", which {what}, can read the secrets in {names}',
+        f"as their owner, which takes away what else it has here: "
+        f"{grant(look, purpose or 'reader', role)}",
+    )
 
 
 async def shells(look: Look) -> AsyncIterator[Said]:
