@@ -8,6 +8,7 @@ import random
 import socket
 from typing import TYPE_CHECKING
 
+import asyncpg
 import structlog
 
 import outbox
@@ -16,7 +17,7 @@ from outbox.relay.clock import steady
 from outbox.relay.observer import Observer
 from outbox.relay.session import Session
 from outbox.relay.working import Condition
-from outbox.store.connect import TROUBLE, in_one_line
+from outbox.store.connect import TROUBLE, in_one_line, not_granted
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ def _why_survivable(error: Exception, *, registered: bool) -> str:
     first = leaves[0]
     if isinstance(first, Fenced):
         return "the lease ran out, another replica took over, or the server's timeline changed"
+    if isinstance(first, asyncpg.InsufficientPrivilegeError):
+        return not_granted(first, "relay")
     return in_one_line(first)
 
 

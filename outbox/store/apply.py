@@ -115,7 +115,7 @@ async def apply(
             the vault has not.
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="repeatable_read", readonly=True):
             work, others = await _plan(connection, declared, vault, prune=prune, give_up=give_up)
     planned = Outcome(tuple(each.step for each in work), others)

@@ -141,7 +141,7 @@ async def ask(
         NotFound: there is no such endpoint.
         Conflict: it is disabled, being removed, or gets nothing any more.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         covered = await _range(connection, asked)
     types = list(asked.types) or None
     async with change(connection, schema):

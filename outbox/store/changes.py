@@ -50,7 +50,7 @@ async def change(connection: Connection[Any], schema: str) -> AsyncIterator[int]
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         # READ COMMITTED, whatever the default here: under REPEATABLE READ
         # the newest batch would be the one from before the wait.
         async with connection.transaction(isolation="read_committed"):
@@ -69,7 +69,7 @@ async def wish(connection: Connection[Any], schema: str) -> AsyncIterator[None]:
     Raises:
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             yield
             await connection.execute(LOCK_CURSOR)

@@ -250,9 +250,21 @@ def _keep_alive(connection: Connection[Any], wanted: Mapping[str, int]) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), wanted[name])
 
 
+def not_granted(error: BaseException, purpose: str | None = None) -> str:
+    """What a role may not do, and what gives it that; None: for one of several purposes."""
+    named = "--relay, --operator or --reader" if purpose is None else f"--{purpose}"
+    return (
+        f"{_first_line(error)}; have it granted what it is for (outbox migrate {named} ROLE), "
+        "or connect as the role that ran outbox migrate"
+    )
+
+
 @contextmanager
-def map_errors(schema: str) -> Iterator[None]:
+def map_errors(schema: str, purpose: str | None = None) -> Iterator[None]:
     """Turn the database's errors into ours where a user can do something.
+
+    Args:
+        purpose: what a role has to be for that does this; None: there are several.
 
     Raises:
         SchemaMissing: a table or function of ours is not there.
@@ -268,10 +280,7 @@ def map_errors(schema: str) -> Iterator[None]:
             f"the connection to the database was lost ({_first_line(error)}); run it again"
         ) from error
     except asyncpg.InsufficientPrivilegeError as error:
-        raise CannotRun(
-            f"{_first_line(error)}; have it granted what it is for (outbox migrate --relay, "
-            "--operator or --reader ROLE), or connect as the role that ran outbox migrate"
-        ) from error
+        raise CannotRun(not_granted(error, purpose)) from error
     except asyncpg.ReadOnlySQLTransactionError as error:
         raise CannotRun("this server takes no writes; connect to the primary") from error
     except asyncpg.InterfaceError as error:

@@ -84,12 +84,12 @@ async def discard(
         return Outcome(len(ids), {})
     its = selection.filter
     told = {"selection": {name: said(value) for name, value in its.told.items()}}
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         endpoints_of = await endpoint_ids(connection, its.endpoint, its.owner)
     only = endpoints_of[0] if endpoints_of is not None and len(endpoints_of) == 1 else None
     after = done = 0
     while True:
-        with map_errors(schema):
+        with map_errors(schema, "operator"):
             found = await connection.fetch(FIND_DEAD, after, endpoints_of, STEP, *its.arguments)
         if not found:
             return Outcome(done, {})
@@ -110,6 +110,6 @@ async def _step(connection: Connection[Any], schema: str, *, frees: bool) -> Asy
         async with change(connection, schema):
             yield
     else:
-        with map_errors(schema):
+        with map_errors(schema, "operator"):
             async with connection.transaction(isolation="read_committed"):
                 yield

@@ -248,7 +248,7 @@ async def settings_page(
     connection: Connection[Any], schema: str, *, limit: int, after: str | None = None
 ) -> list[tuple[UUID, EndpointSettings]]:
     """The same with all of their settings, and nothing else."""
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         rows = await connection.fetch(LIST_SETTINGS, after, limit, None)
     return [(row["id"], settings_of(row)) for row in rows]
 

@@ -229,7 +229,7 @@ async def erase(
         SchemaMissing, DatabaseUnavailable, CannotRun: as in `map_errors`.
     """
     done = Erased()
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         # First, or one of them could be published behind our back.
         done.future_events = await connection.fetchval(CALL_OFF, whose.tenant, whose.key)
         async for ids in _steps(connection, whose, done):

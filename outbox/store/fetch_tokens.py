@@ -87,7 +87,7 @@ async def add(
         NotFound: there is no endpoint of that name.
     """
     token = format_fetch_token(secrets.token_bytes(SECRET_BYTES))
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             found = await lock(connection, name)
             made = await connection.fetchval(ADD_TOKEN, found.id, digest(token), actor)
@@ -104,7 +104,7 @@ async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: 
     Raises:
         NotFound: there is no endpoint of that name.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             found = await lock(connection, name)
             gone = await connection.fetch(REVOKE_TOKENS, found.id)

@@ -145,7 +145,7 @@ async def reset(connection: Connection[Any], schema: str, key: str, *, actor: st
     Raises:
         NotFound: it was never claimed.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             row = await connection.fetchrow(RESET_ONCE, _known(key))
             if row is None:

@@ -105,7 +105,7 @@ async def rekey(
     Raises:
         Conflict: a relay has not the key.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         if vault.key_id is not None and not force:
             await vault.hold_to_relays(connection)
         done = Rekeyed(vault.key_id, await connection.fetchval(ENDPOINTS))

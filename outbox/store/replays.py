@@ -155,7 +155,7 @@ async def replay(
             told = {"job": job, "dead": ids}
             await write_journal(connection, "dead_replayed", actor, _only(found), told)
         return _outcome(found, job)
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         found = await _sweep(connection, selection)
     some = [each for each in found if each.letters > each.skipped]
     if not some:

@@ -82,7 +82,7 @@ async def add(
         UsageError: the database refuses the event.
     """
     cron = Cron(settings.cron, settings.timezone)
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             found = await connection.fetchrow(LOCK_SCHEDULE, settings.name)
             if found is not None and not replace:
@@ -157,7 +157,7 @@ async def remove(
     Raises:
         NotFound: there is none of that name; nothing was changed.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             for name in sorted(set(names)):
                 row = await _lock(connection, name)
@@ -174,7 +174,7 @@ async def run_now(connection: Connection[Any], schema: str, name: str, *, actor:
     Raises:
         NotFound: there is none of that name.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             row = await _lock(connection, name)
             # A statement of its own: the lock may have been waited for, while a tick was
@@ -197,7 +197,7 @@ async def _set_states(
     actor: str,
     why: str | None,
 ) -> list[Schedule]:
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             # In this order, so that two commands do not wait for each other.
             for name in sorted(set(names)):

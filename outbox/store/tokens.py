@@ -110,7 +110,7 @@ async def add(
         Conflict: there is a live one of that name.
     """
     secret = format_token(secrets.token_bytes(SECRET_BYTES))
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             await connection.execute(END_EXPIRED, settings.name, actor)
             made = await connection.fetchrow(
@@ -164,7 +164,7 @@ async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: 
     Raises:
         NotFound: there is no live one of that name.
     """
-    with map_errors(schema):
+    with map_errors(schema, "operator"):
         async with connection.transaction(isolation="read_committed"):
             if await connection.fetchval(REVOKE_TOKEN, name, actor) is None:
                 raise NotFound(f'there is no token "{name}"; see: outbox token list')

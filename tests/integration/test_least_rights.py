@@ -35,6 +35,8 @@ from tests.support.roles import dsn_of, role
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
     from asyncpg import Connection
 
     from outbox.core.answer import Answer
@@ -211,3 +213,19 @@ async def test_receivers_fetch_and_have_sent_again_through_it(database: Database
                 assert answer.status == 200
             await until(lambda: len(network.accepted) == 4, 20, "both again")
     assert network.data() == [1, 2, 1, 2]
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("purpose", ["operator", "reader"])
+async def test_a_role_for_something_else_is_told_what_a_relay_needs(
+    database: Database, logs: list[MutableMapping[str, Any]], purpose: str
+) -> None:
+    async with role(database, purpose) as name:
+        async with running(database, Network(), dsn=dsn_of(database, name)):
+            await until(lambda: logs, 10, "a line of the log")
+        (told, *_) = logs
+    assert told["event"] == "the session was lost"
+    assert told["reason"] == (
+        "permission denied for sequence replica_id_seq; have it granted what it is for "
+        "(outbox migrate --relay ROLE), or connect as the role that ran outbox migrate"
+    )
