@@ -38,9 +38,10 @@ def command() -> None:
 @command.command(
     epilog="""\b
 Scopes, of which none stands for another one:
-  read      look at everything, payloads and receivers' answers included
+  read      look at everything, payloads included, but not at receivers' answers
   publish   publish events
-  operate   change endpoints, schedules and tokens; replay, discard, erase
+  operate   change endpoints, schedules and tokens; replay, discard, erase; beside
+            read it shows receivers' answers, unless the token is a tenant's
 
 \b
 Examples:

@@ -107,3 +107,5 @@ def test_the_help_teaches_the_scopes(outbox: Command) -> None:
     told = outbox("token", "add", "--help").out
     for word in ("read", "publish", "operate", "none stands for another one", "tenant"):
         assert word in told
+    # As outbox/docs/security.md has it, and the API does.
+    assert "payloads included, but not at receivers' answers" in told
