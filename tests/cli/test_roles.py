@@ -132,6 +132,8 @@ def test_an_operator_does_what_its_commands_do(
     file.write_text(exported.out.replace("X-Plain: null", "X-Plain: x").replace("http:", "https:"))
     assert as_role("operator", "apply", "--file", str(file)).code == 0
     assert as_role("operator", "verify").code == 0
+    # That is a producer's.
+    assert as_role("operator", "publish", "a.b").code == 3
 
 
 @pytest.mark.one_major
