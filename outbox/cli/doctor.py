@@ -46,6 +46,8 @@ endpoints get that name all of it in their types.
 def command(settings: Settings, probing: bool, as_json: bool) -> None:
     """Look at preconditions and live health, and say what to do."""
 
+    policy = EgressPolicy(settings.allow_networks, proxied=settings.leaves_by is not None)
+
     async def go() -> list[Finding]:
         async with database(settings, current=False) as connection:
             look = Look(
@@ -54,7 +56,7 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
                 listening=settings.notify and not settings.pooled,
                 pooled=settings.pooled,
                 probing=probing,
-                refusal=EgressPolicy(settings.allow_networks).refusal_of_url,
+                refusal=policy.refusal_of_url,
                 keep=settings.keep,
             )
             return [finding async for finding in examine(look)]

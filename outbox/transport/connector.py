@@ -161,9 +161,7 @@ class Connector(aiohttp.BaseConnector):
         proxy = self._proxy
         assert proxy is not None
         # Of names the proxy finds the addresses; the rest can be said here.
-        why = self._policy.refusal_of_host(
-            target.host, port=target.port, tls=True, networks=target.networks
-        )
+        why = self._policy.refusal_by_proxy(target.host, port=target.port, networks=target.networks)
         if why is not None:
             raise NotConnected(Failure.EGRESS_REFUSED, why)
         context = await self._contexts.get(target.tls)

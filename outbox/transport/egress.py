@@ -52,9 +52,12 @@ Address: TypeAlias = IPv4Address | IPv6Address
 Network: TypeAlias = IPv4Network | IPv6Network
 
 SETTING = "OUTBOX_ALLOW_NETWORKS"
+OPTION = "--allow-network"
+_BY = f"with {OPTION} (for this endpoint alone) or {SETTING} (for all)"
 URL_CHARS_MAX = 2048
 PORTS = frozenset({443, 8443})
 """Where https usually lives; anything else public might be another service."""
+_OR_PORTS = " or ".join(map(str, sorted(PORTS)))
 
 _REFUSED: tuple[tuple[Network, str], ...] = tuple(
     (ip_network(network), what)
@@ -97,7 +100,7 @@ _REFUSED: tuple[tuple[Network, str], ...] = tuple(
         ("ff00::/8", "multicast"),
     )
 )
-_PLAIN = f"plain http can be read on the way; use https, or open the network with {SETTING}"
+_PLAIN = f"plain http can be read on the way; use https, or open the network {_BY}"
 _PUBLIC_V6 = IPv6Network("2000::/3")
 _ISATAP = 0x0000_5EFE
 """Above the last 32 bits, but for one that says whether those are unique (RFC 5214, 6.1)."""
@@ -127,12 +130,20 @@ def parse_networks(text: str) -> tuple[Network, ...]:
 
 
 class EgressPolicy:
-    """Which addresses may be connected to, and which URLs can be right."""
+    """Which addresses may be connected to, and which URLs can be right.
 
-    def __init__(self, allow_networks: Iterable[str | Network] = ()) -> None:
+    Args:
+        allow_networks: opened for every endpoint.
+        proxied: deliveries leave by a proxy, where they leave.
+    """
+
+    def __init__(
+        self, allow_networks: Iterable[str | Network] = (), *, proxied: bool = False
+    ) -> None:
         self.allow_networks = tuple(
             _network(each) if isinstance(each, str) else each for each in allow_networks
         )
+        self._proxied = proxied
         # The same URLs are looked at before every attempt.
         self._good = lru_cache(maxsize=16_384)(self._check)
 
@@ -169,7 +180,7 @@ class EgressPolicy:
             return None
         what = _not_public(_real(ip))
         if what is not None:
-            return f"{ip} is {what}; to deliver there, open it with {SETTING}"
+            return f"{ip} is {what}; to deliver there, open it {_BY}"
         return _PLAIN if not tls else _wrong_port(port)
 
     def refusal_of_host(
@@ -181,8 +192,20 @@ class EgressPolicy:
         if not tls:
             return _PLAIN
         if _is_loopback(host):
-            return f"{host} is loopback; to deliver there, open it with {SETTING}"
+            return f"{host} is loopback; to deliver there, open it {_BY}"
         return _wrong_port(port)
+
+    def refusal_by_proxy(
+        self, host: str, *, port: int, networks: tuple[Network, ...] = ()
+    ) -> str | None:
+        """Why a proxy may not be asked for this host; of names it finds the addresses."""
+        if literal(host) is None and port not in PORTS:
+            return (
+                f"port {port}: a name with https leaves by the proxy, so its network cannot be "
+                f"known here, and only {_OR_PORTS} are taken; use one of them, or give an "
+                "address in an open network instead of the name"
+            )
+        return self.refusal_of_host(host, port=port, tls=True, networks=networks)
 
     def by_proxy(self, host: str, *, tls: bool, networks: tuple[Network, ...] = ()) -> bool:
         """Whether a proxy, where there is one, is to connect to this host.
@@ -241,7 +264,11 @@ class EgressPolicy:
                 )
             if self.allow_networks or networks:
                 # Where the name leads, and so what is allowed, only its
-                # connection shows.
+                # connection shows, or its proxy's.
+                leaves = self._proxied and self.by_proxy(host, tls=tls, networks=networks)
+                why = self.refusal_by_proxy(host, port=port, networks=networks) if leaves else None
+                if why is not None:
+                    raise UsageError(f"url: {why}")
                 return
         if (why := self.refusal_of_host(host, port=port, tls=tls, networks=networks)) is not None:
             raise UsageError(f"url: {why}")
@@ -280,8 +307,7 @@ def _not_public(ip: Address) -> str | None:
 def _wrong_port(port: int) -> str | None:
     if port in PORTS:
         return None
-    ports = " or ".join(map(str, sorted(PORTS)))
-    return f"port {port} is not for https; use {ports}, or open the network with {SETTING}"
+    return f"port {port} is not for https; use {_OR_PORTS}, or open the network {_BY}"
 
 
 def _network(text: str) -> Network:

@@ -772,6 +772,10 @@ def test_doctor_asks_these_settings_where_deliveries_may_go(here: Command) -> No
     here("endpoint", "add", "near", "http://127.0.0.1:9/", **opened)
     assert '"near" cannot be delivered to: 127.0.0.1 is loopback' in here("doctor").out
     assert "near" not in here("doctor", **opened).out
+    here("endpoint", "add", "name", "https://a.example:9443/", "--allow-network", "10.0.0.0/8")
+    assert "name" not in here("doctor", "--json", **opened).json
+    proxied = here("doctor", **opened, OUTBOX_PROXY="http://127.0.0.1:1").out
+    assert '"name" cannot be delivered to: port 9443: a name with https leaves' in proxied
 
 
 def test_doctor_without_a_schema_or_a_database(outbox: Command, empty_database: Database) -> None:

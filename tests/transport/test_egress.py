@@ -98,6 +98,34 @@ def test_by_a_proxy_goes_what_leaves() -> None:
         assert not OPEN.by_proxy(host, tls=True, networks=own)
 
 
+def test_where_a_proxy_is_known_of_names_have_its_ports_alone() -> None:
+    own = (ip_network("192.168.7.0/24"),)
+    proxied = EgressPolicy(proxied=True)
+    for url in (
+        "https://inside.example:8443/",
+        "https://192.168.7.1:9443/",
+        "https://localhost:9443/",
+        "http://inside.example:9000/",
+    ):
+        proxied.check_url(url, own)
+    with pytest.raises(UsageError, match="port 9443: a name with https leaves by the proxy"):
+        proxied.check_url("https://inside.example:9443/", own)
+    CLOSED.check_url("https://inside.example:9443/", own)
+
+
+def test_what_is_closed_is_opened_for_one_endpoint_first() -> None:
+    for url in (
+        "https://10.0.0.5/",
+        "https://localhost/",
+        "http://x.example/",
+        "https://x.example:1/",
+    ):
+        why = CLOSED.refusal_of_url(url) or ""
+        assert why.endswith(
+            "with --allow-network (for this endpoint alone) or OUTBOX_ALLOW_NETWORKS (for all)"
+        ), url
+
+
 @pytest.mark.parametrize(
     "url",
     [
