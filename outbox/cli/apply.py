@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 
-from outbox.cli.common import actor, database, json_option, run_async, settings_options
+from outbox.cli.common import (
+    actor,
+    database,
+    json_option,
+    run_async,
+    settings_options,
+    warn_of_networks,
+)
 from outbox.cli.output import count, emit_json, style
 from outbox.core import declaration
 from outbox.core.quoting import safe
@@ -102,6 +109,10 @@ def command(
         outcome = run_async(go())
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
+    changed = {step.name for step in outcome.steps if step.action in ("add", "change")}
+    for each in declared:
+        if each.settings.name in changed:
+            warn_of_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
     if as_json:
         emit_json(applied(outcome, dry_run=dry_run))
     else:

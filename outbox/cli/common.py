@@ -15,6 +15,7 @@ import click
 
 from outbox.config import Settings, load
 from outbox.core import duration
+from outbox.core.metadata import exposing
 from outbox.core.quoting import one_line
 from outbox.errors import UsageError
 from outbox.store import dsn
@@ -22,9 +23,12 @@ from outbox.store.connect import connect
 from outbox.store.migrate import require_current
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+    from ipaddress import IPv4Network, IPv6Network
 
     from asyncpg import Connection
+
+    Network = IPv4Network | IPv6Network
 
 T = TypeVar("T")
 
@@ -111,6 +115,12 @@ async def until_told(work: Coroutine[Any, Any, T]) -> T:
 def warn(message: str) -> None:
     """One line on stderr; stdout belongs to the answer."""
     click.echo(f"outbox: warning: {one_line(message)}", err=True)
+
+
+def warn_of_networks(name: str, networks: Iterable[str | Network]) -> None:
+    """Say on stderr which networks that are opened lead to a metadata service."""
+    for why in exposing(networks):
+        warn(f"{name}: {why}; open narrower ranges")
 
 
 def tell_more(last: object) -> None:

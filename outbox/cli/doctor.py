@@ -57,6 +57,7 @@ def command(settings: Settings, probing: bool, as_json: bool) -> None:
                 pooled=settings.pooled,
                 probing=probing,
                 refusal=policy.refusal_of_url,
+                allow_networks=settings.allow_networks,
                 keep=settings.keep,
             )
             return [finding async for finding in examine(look)]

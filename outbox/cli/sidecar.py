@@ -17,7 +17,7 @@ import structlog
 
 import outbox
 from outbox.admin.server import running as admin
-from outbox.cli.common import warn
+from outbox.cli.common import warn, warn_of_networks
 from outbox.cli.systemd import Supervisor
 from outbox.relay.checkpoints import SENDING_MAX
 from outbox.relay.connections import Connections
@@ -28,7 +28,7 @@ from outbox.telemetry.exporting import exporting
 from outbox.telemetry.meters import Meters
 from outbox.telemetry.prometheus import Page
 from outbox.transport.client import AiohttpTransport
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.egress import SETTING, EgressPolicy
 from outbox.web import health
 from outbox.web.serving import serving
 
@@ -52,6 +52,7 @@ async def run(settings: Settings) -> None:
     address = dsn.of(settings)
     for warning in address.warnings:
         warn(warning)
+    warn_of_networks(SETTING, settings.allow_networks)
     name = default_name()
     telemetry = exporting(name, outbox.__version__)
     meters = Meters(time.time(), settings.metrics_endpoints_max)

@@ -23,6 +23,7 @@ from outbox.core.schedule import markdown
 from outbox.core.signature import parse_secret, verify
 from outbox.store import endpoint_states
 from outbox.store.replicas import ReplicaStore
+from tests.cli.conftest import Result
 from tests.cli.test_commands import execute
 from tests.support import process
 from tests.support.relay import (
@@ -556,3 +557,39 @@ def test_no_hostile_url_becomes_an_endpoints(outbox: Command) -> None:
         result = outbox("endpoint", "add", "x", "--", url, OUTBOX_DSN="postgresql://nowhere/")
         assert result.code == 2, url
         assert result.error.startswith("url: "), url
+
+
+@pytest.mark.parametrize(
+    ("network", "address"),
+    [
+        ("0.0.0.0/0", "169.254.169.254"),
+        ("169.254.169.254/32", "169.254.169.254"),
+        ("::/0", "fd00:ec2::254"),
+        ("10.0.0.0/8", None),
+    ],
+)
+def test_who_opens_a_metadata_service_is_warned(
+    here: Command, tmp_path: Path, network: str, address: str | None
+) -> None:
+    why = f"{network} has {address} in it, where clouds hand out a machine's credentials"
+
+    def warned(result: Result, name: str) -> bool:
+        assert result.code in (0, 3), result.err
+        return f"outbox: warning: {name}: {why}; open narrower ranges\n" in result.err
+
+    option = ("--allow-network", network)
+    url = "https://example.com/"
+    here("endpoint", "add", "a", url)
+    file, c = tmp_path / "endpoints.json", {"name": "c", "url": url, "allow_networks": [network]}
+    file.write_text(orjson.dumps({"endpoints": [c]}).decode())
+    elsewhere = {"OUTBOX_DSN": "postgresql://127.0.0.1:1/x", "OUTBOX_ALLOW_NETWORKS": network}
+    ended = asyncio.run(process.outbox("relay", env=elsewhere))
+    relay = Result(ended.code, ended.stdout, ended.stderr)
+    assert [
+        warned(here("endpoint", "add", "b", url, *option), "--allow-network"),
+        warned(here("endpoint", "update", "a", *option), "--allow-network"),
+        warned(here("apply", "-f", str(file)), "endpoints[0].allow_networks"),
+        warned(relay, "OUTBOX_ALLOW_NETWORKS"),
+    ] == [address is not None] * 4
+    # Who changes something else is not told again.
+    assert not warned(here("endpoint", "update", "a", "--lanes", 2), "--allow-network")

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from dataclasses import replace
+from ipaddress import ip_network
 from typing import TYPE_CHECKING, Any
 
 import asyncpg
@@ -319,6 +320,25 @@ async def test_an_endpoints_own_network_is_no_reason_to_complain(
     refusal = EgressPolicy().refusal_of_url
     (found,) = [f for f in await findings(db, refusal=refusal) if f.check == "networks"]
     assert found.severity is Severity.OK
+
+
+@pytest.mark.one_major
+async def test_networks_that_lead_to_a_metadata_service(
+    database: Database, db: Connection[Any]
+) -> None:
+    everything, link_local = (ip_network(each) for each in ("::/0", "169.254.0.0/16"))
+    for name in ("a", "b"):
+        await add_endpoint(database, name, allow_networks=["169.254.169.254/32"])
+    await add_endpoint(database, "c", allow_networks=["10.0.0.0/8"])
+    opened = await told(db, "networks", allow_networks=(link_local, everything))
+    assert [found.says for found in opened] == [
+        "OUTBOX_ALLOW_NETWORKS lets every endpoint go there: 169.254.0.0/16 has 169.254.169.254 "
+        "in it, where clouds hand out a machine's credentials",
+        "OUTBOX_ALLOW_NETWORKS lets every endpoint go there: ::/0 has fd00:ec2::254 in it, "
+        "where clouds hand out a machine's credentials",
+        'open for "a", "b": 169.254.169.254/32 has 169.254.169.254 in it, where clouds hand '
+        "out a machine's credentials",
+    ]
 
 
 @pytest.mark.one_major

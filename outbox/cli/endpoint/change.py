@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli.common import actor, database, json_option, run_async, settings_options, warn
+from outbox.cli.common import (
+    actor,
+    database,
+    json_option,
+    run_async,
+    settings_options,
+    warn,
+    warn_of_networks,
+)
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import Command, edit_options, new_options
 from outbox.cli.output import count, emit_json, emit_pairs
@@ -73,6 +81,7 @@ def add(
                 vault=vault,
                 ed25519=ed25519,
             )
+        warn_of_networks("--allow-network", wanted.allow_networks)
         if made.waiting:
             wait = "waits" if made.waiting == 1 else "wait"
             warn(
@@ -132,9 +141,12 @@ def update(
     named: dict[str, Any] = {"name": new_name, "url": url}
     named = {key: value for key, value in named.items() if value is not None}
 
+    opened: list[str] = []
+
     def edited(there: EndpointSettings) -> EndpointSettings:
         wanted = replace(edit(there), **named)
         check(wanted, policy, there)
+        opened[:] = [each for each in wanted.allow_networks if each not in there.allow_networks]
         return wanted
 
     async def go() -> None:
@@ -142,6 +154,7 @@ def update(
             done = await endpoint_changes.update(
                 connection, settings.schema_name, name, edited, actor=actor(), vault=vault
             )
+        warn_of_networks("--allow-network", opened)
         if as_json:
             emit_json(views.updated(done))
         elif not done.differences:

@@ -11,6 +11,7 @@ import orjson
 
 from outbox.core.answer import in_words, outcome
 from outbox.core.filter_time import AGAIN_AFTER_S
+from outbox.core.metadata import exposing
 from outbox.store.doctor.finding import ROWS_MAX, age, listed, many, ok, problem, rest, warning
 from outbox.store.rekeying import KEPT
 
@@ -108,8 +109,11 @@ async def secrets(look: Look) -> AsyncIterator[Said]:
 async def networks(look: Look) -> AsyncIterator[Said]:
     """Every URL may be delivered to."""
     refused: dict[str, list[str]] = {}
+    exposed: dict[str, list[str]] = {}
     for row in await look.db.fetch(URLS):
         networks = tuple(map(ip_network, row["allow_networks"]))
+        for leads in exposing(networks):
+            exposed.setdefault(leads, []).append(row["name"])
         if (why := look.refusal(row["url"], networks)) is not None:
             refused.setdefault(why, []).append(row["name"])
     for why, names in islice(refused.items(), ROWS_MAX):
@@ -117,7 +121,19 @@ async def networks(look: Look) -> AsyncIterator[Said]:
             f"with the settings here, {listed(names)} cannot be delivered to: {why}",
             "set OUTBOX_ALLOW_NETWORKS as the relays have it, or change the URL",
         )
-    if not refused:
+    everywhere = exposing(look.allow_networks)
+    for why in everywhere:
+        yield warning(
+            f"OUTBOX_ALLOW_NETWORKS lets every endpoint go there: {why}",
+            "open narrower ranges, or those of one endpoint: outbox endpoint update NAME "
+            "--allow-network RANGE",
+        )
+    for why, names in islice(exposed.items(), ROWS_MAX):
+        yield warning(
+            f"open for {listed(names)}: {why}",
+            "open narrower ranges: outbox endpoint update NAME --allow-network RANGE",
+        )
+    if not refused and not exposed and not everywhere:
         yield ok("no URL leads where these settings do not deliver")
 
 

@@ -133,6 +133,8 @@ class Look:
     """Why a URL may not be delivered to with these settings and an endpoint's own networks;
     None: it may.
     """
+    allow_networks: tuple[Network, ...] = ()
+    """What these settings open for every endpoint."""
     clock: Callable[[], float] = time.time
     """This machine's time, in seconds since 1970."""
     keep: Keep = field(default_factory=Keep)
