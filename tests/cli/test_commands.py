@@ -760,7 +760,7 @@ def test_doctor(here: Command, database: Database) -> None:
     sick = here("doctor", "--json")
     assert sick.code == 1
     assert list(sick.json) == ["schema", "problems", "warnings", "findings"]
-    assert (sick.json["problems"], sick.json["warnings"]) == (2, 2)
+    assert (sick.json["problems"], sick.json["warnings"]) == (2, 3)
     by_check = {f["check"]: f for f in sick.json["findings"]}
     assert list(by_check["trigger"]) == ["subject", "check", "severity", "says", "do"]
     assert by_check["trigger"]["severity"] == "problem"

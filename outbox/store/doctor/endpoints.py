@@ -85,10 +85,11 @@ async def secrets(look: Look) -> AsyncIterator[Said]:
             "outbox rekey",
         )
     elif in_clear:
-        yield ok(
+        yield warning(
             f"{many(in_clear, 'secret')} of endpoints {_are(in_clear)} stored in clear: whoever "
-            f"reads {look.name('endpoint_secret')}, or a backup of it, can sign; OUTBOX_KEY "
-            "encrypts them (outbox rekey --help)"
+            f"reads {look.name('endpoint_secret')}, or a backup of it, can sign",
+            "give relays and operators an OUTBOX_KEY (outbox rekey --generate makes one), then "
+            "run outbox rekey",
         )
     else:
         yield ok("no secret is stored in clear")
@@ -102,7 +103,8 @@ async def secrets(look: Look) -> AsyncIterator[Said]:
     if blind:
         yield problem(
             f"{listed(blind)} cannot read the secrets of some endpoints, which stand still there",
-            f"start {'it' if len(blind) == 1 else 'them'} with OUTBOX_KEY: {' '.join(keys)}",
+            f"start {'it' if len(blind) == 1 else 'them'} with an OUTBOX_KEY that has the "
+            f"{'key whose id is' if len(keys) == 1 else 'keys whose ids are'} {', '.join(keys)}",
         )
 
 
