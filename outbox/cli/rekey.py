@@ -78,7 +78,7 @@ def command(
     if check:
         kept = run_async(_survey(settings))
         ctx.exit(EXIT_NOT_ALL if _tell_kept(kept, vault, as_json=as_json) else 0)
-    done = run_async(_rekey(settings, vault, force=force))
+    kept, done = run_async(_rekey(settings, vault, force=force))
     if as_json:
         emit_json(done)
     else:
@@ -91,7 +91,8 @@ def command(
             click.echo(safe(f"left alone: {why}"), err=True)
         if done.left and not done.locked:
             click.echo(f"{count(done.left, 'secret')} left: somebody writes them; again!", err=True)
-        if done.secrets and done.key is not None:
+        was_in_clear = any(each.key is None for each in kept)
+        if done.secrets and was_in_clear and done.key is not None:
             click.echo(
                 "What was in clear may still stand in backups and logs of the database: "
                 "outbox endpoint rotate-secret gives other secrets.",
@@ -106,10 +107,12 @@ async def _survey(settings: Settings) -> list[Kept]:
         return await rekeying.survey(connection, settings.schema_name)
 
 
-async def _rekey(settings: Settings, vault: Vault, *, force: bool) -> Rekeyed:
+async def _rekey(settings: Settings, vault: Vault, *, force: bool) -> tuple[list[Kept], Rekeyed]:
+    """How secrets were kept before, and what was done."""
     async with database(settings) as connection:
+        kept = await rekeying.survey(connection, settings.schema_name)
         with _progress() as show:
-            return await rekeying.rekey(
+            return kept, await rekeying.rekey(
                 connection,
                 settings.schema_name,
                 vault,
@@ -128,7 +131,15 @@ def _tell_kept(kept: list[Kept], vault: Vault, *, as_json: bool) -> bool:
     for each in kept:
         how = "in clear" if each.key is None else f"encrypted with the key {each.key}"
         click.echo(f"{count(each.count, 'secret')} {how}")
-    click.echo("outbox rekey would write the others anew" if other else "nothing to do")
+    unread = [each.key for each in kept if each.key and each.key not in vault.key_ids]
+    if unread:
+        keys = f"the key {unread[0]}" if len(unread) == 1 else f"the keys {', '.join(unread)}"
+        click.echo(f"outbox rekey would leave alone what {SETTING} cannot read; add {keys} to it")
+    if any(each.key != vault.key_id and each.key not in unread for each in kept):
+        rest = "the rest" if unread else "the others"
+        click.echo(f"outbox rekey would write {rest} anew")
+    if not other:
+        click.echo("nothing to do")
     return bool(other)
 
 

@@ -34,13 +34,24 @@ def test_secrets_are_encrypted_and_change_their_key(here: Command, database: Dat
     )
     needed = here("rekey", "--check", OUTBOX_KEY=old)
     assert (needed.code, needed.out.splitlines()[0]) == (1, "2 secrets in clear")
+    assert needed.out.splitlines()[1:] == ["outbox rekey would write the others anew"]
     done = here("rekey", OUTBOX_KEY=old)
+    assert "What was in clear may still stand in backups" in done.err
     assert done.out == f"2 secrets of 1 endpoint written anew, encrypted with the key {first}\n"
     assert made["secret"] not in execute(database, EVERYTHING)
     assert "hunter2" not in execute(database, "SELECT headers::text FROM endpoint")
     shown = here("endpoint", "show", "a")
     assert f"secrets       1 live, encrypted with the key {first}" in shown.out.splitlines()
 
+    locked = here("rekey", "--check", OUTBOX_KEY=new)
+    assert (locked.code, locked.out.splitlines()) == (
+        1,
+        [
+            f"2 secrets encrypted with the key {first}",
+            f"outbox rekey would leave alone what OUTBOX_KEY cannot read; add the key {first} "
+            "to it",
+        ],
+    )
     both = here("rekey", "--json", OUTBOX_KEY=f"{new} {old}").json
     assert both == {"key": second, "endpoints": 1, "done": 1, "secrets": 2, "left": 0, "locked": []}
     right = here("rekey", "--check", "--json", OUTBOX_KEY=new)
@@ -53,6 +64,10 @@ def test_secrets_are_encrypted_and_change_their_key(here: Command, database: Dat
     )
     refused = here("rekey", "--decrypt", OUTBOX_KEY=new)
     assert "say --yes to do it" in refused.error
+    again = here("rekey", OUTBOX_KEY=f"{old} {new}")
+    assert (again.code, again.err) == (0, ""), "nothing was in clear"
+    assert here("rekey", "--check", OUTBOX_KEY=old).out.splitlines()[1:] == ["nothing to do"]
+    here("rekey", OUTBOX_KEY=f"{new} {old}")
     here("rekey", "--decrypt", "--yes", OUTBOX_KEY=new)
     assert execute(database, EVERYTHING) == made["secret"]
 
