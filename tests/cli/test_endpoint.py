@@ -40,6 +40,7 @@ from tests.support.relay import (
 from tests.support.tcp import free_port
 from tests.support.waiting import until
 from tests.transport import hostile
+from tests.transport.authority import Authority
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -593,3 +594,24 @@ def test_who_opens_a_metadata_service_is_warned(
     ] == [address is not None] * 4
     # Who changes something else is not told again.
     assert not warned(here("endpoint", "update", "a", "--lanes", 2), "--allow-network")
+
+
+def test_a_certificate_that_cannot_be_used_is_told_with_its_file(
+    here: Command, tmp_path: Path
+) -> None:
+    here("endpoint", "add", "a", URL)
+    wrong = tmp_path / "client.pem"
+    wrong.write_text("no certificate")
+    refused = here("endpoint", "certificate", "a", str(wrong))
+    assert refused.code == 2
+    assert refused.error.startswith(f"FILE: {wrong}: ")
+    assert "identity" not in refused.error
+
+
+def test_how_many_authorities_an_endpoint_trusts_is_shown(here: Command, tmp_path: Path) -> None:
+    here("endpoint", "add", "a", URL)
+    assert "authorities   the system's" in here("endpoint", "show", "a").out
+    authorities = tmp_path / "ca.pem"
+    authorities.write_text(Authority("one").pem + Authority("two").pem)
+    assert here("endpoint", "update", "a", "--ca", str(authorities)).code == 0
+    assert "authorities   its own (2 certificates)" in here("endpoint", "show", "a").out

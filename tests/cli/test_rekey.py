@@ -119,3 +119,7 @@ def test_headers_come_from_a_file(here: Command, database: Database) -> None:
     )
     wrong = here("endpoint", "update", "a", "--headers-file", "-", stdin=b"\xff")
     assert wrong.error == "--headers-file: stdin: it is not text"
+    wrong = here("endpoint", "update", "a", "--headers-file", "-", stdin=b"X-A: b\n\nhunter2\n")
+    assert wrong.error == (
+        '--headers-file: stdin, line 3: there is no ":" in it; it must look like "NAME: VALUE"'
+    )

@@ -532,7 +532,8 @@ async def test_the_doctor_tells_which_right_is_missing(
         (found,) = await _says(connection)
         assert (found.severity, found.says) == (
             "ok",
-            f'"{name}" has what a {purpose} needs, and owns nothing',
+            f'"{name}" has what {"an" if purpose == "operator" else "a"} {purpose} needs, '
+            "and owns nothing",
         )
         await owner.execute(f'REVOKE SELECT ON lane_block FROM "{name}"')
         await owner.execute(f'REVOKE EXECUTE ON FUNCTION meets FROM "{name}"')

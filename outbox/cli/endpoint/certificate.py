@@ -9,7 +9,7 @@ import click
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.endpoint.group import command
-from outbox.cli.endpoint.options import read_text
+from outbox.cli.endpoint.options import name_of, read_text
 from outbox.cli.output import emit_json
 from outbox.core.quoting import safe
 from outbox.errors import UsageError
@@ -52,7 +52,11 @@ def certificate(
         from outbox.transport.tls import check_identity
 
         pem = read_text(file, "FILE")
-        about = check_identity(pem)
+        try:
+            about = check_identity(pem)
+        except UsageError as error:
+            why = str(error).removeprefix("identity: ")
+            raise UsageError(f"FILE: {name_of(file)}: {why}") from None
 
     async def go() -> None:
         async with database(settings) as connection:

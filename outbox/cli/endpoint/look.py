@@ -239,7 +239,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("at once", told["in_flight_max"] and f"at most {told['in_flight_max']} requests"),
         ("rate", told["rate"] and f"at most {told['rate']:g} requests in a second"),
         ("networks", told["allow_networks"]),
-        ("authorities", "its own" if told["ca"] else "the system's"),
+        ("authorities", _authorities(found.settings.ca)),
         ("certificate", _certificate(found)),
         ("retry", f"{told['retry']} ({retry.values_of(found.settings.retry)})"),
         ("retryable", "408 425 429 5xx" if told["retryable"] is None else told["retryable"]),
@@ -253,6 +253,13 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("owed", row.owed),
         ("added", row.created_at),
     ]
+
+
+def _authorities(ca: str | None) -> str:
+    """Whom the relay trusts there."""
+    if ca is None:
+        return "the system's"
+    return f"its own ({count(ca.count('-----BEGIN CERTIFICATE-----'), 'certificate')})"
 
 
 def _attempts(lane: LaneRow) -> str:

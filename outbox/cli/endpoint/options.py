@@ -240,7 +240,12 @@ def read_text(file: IO[str], flag: str) -> str:
         return file.read()
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not text"
-        raise UsageError(f"{flag}: {getattr(file, 'name', 'stdin')}: {why}") from None
+        raise UsageError(f"{flag}: {name_of(file)}: {why}") from None
+
+
+def name_of(file: IO[str]) -> str:
+    """What a file is called in a message."""
+    return str(getattr(file, "name", "stdin"))
 
 
 def new_options(command: Callable[..., T]) -> Callable[..., T]:
@@ -282,11 +287,14 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
         given["retry"] = retry.parse(given.pop("policy"))
     if "ca" in given:
         given["ca"] = read_text(given["ca"], "--ca")
-    lines = [*given.pop("header", ())]
-    if "headers_file" in given:
-        lines += read_text(given.pop("headers_file"), "--headers-file").splitlines()
+    lines = [("--header", line) for line in given.pop("header", ())]
+    if (file := given.pop("headers_file", None)) is not None:
+        text = read_text(file, "--headers-file").splitlines()
+        lines += [
+            (f"--headers-file: {name_of(file)}, line {n}", line) for n, line in enumerate(text, 1)
+        ]
     if lines:
-        given["headers"] = dict(_header(line) for line in lines if line.strip())
+        given["headers"] = dict(_header(line, place) for place, line in lines if line.strip())
     match given.get("retryable"):
         case ("default",):
             given["retryable"] = None
@@ -331,9 +339,9 @@ def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> Endpoint
     return replace(settings, **values | {"headers": kept})
 
 
-def _header(text: str) -> tuple[str, str]:
+def _header(text: str, place: str) -> tuple[str, str]:
     name, colon, value = text.partition(":")
     if not colon:
         # Not what it is instead: that may be the credential.
-        raise UsageError('--header: there is no ":" in it; it must look like "NAME: VALUE"')
+        raise UsageError(f'{place}: there is no ":" in it; it must look like "NAME: VALUE"')
     return name.strip(), value.strip()

@@ -150,17 +150,18 @@ async def _granted(look: Look, role: str, purposes: list[str]) -> AsyncIterator[
             f"as their owner: {grant(look, 'reader', role)} (or operator, relay, producer)",
         )
     for purpose in purposes:
+        meant = f"an {purpose}" if purpose == "operator" else f"a {purpose}"
         # A producer may not even look at what it needs.
         missing = []
         if purpose != "producer":
             missing = [row["missing"] for row in await look.db.fetch(MISSING, purpose)]
         if missing:
             yield problem(
-                f'"{role}", which is for a {purpose}, lacks {listed(missing)}',
+                f'"{role}", which is for {meant}, lacks {listed(missing)}',
                 f"as their owner: {grant(look, purpose, role)}",
             )
         else:
-            yield ok(f'"{role}" has what a {purpose} needs, and owns nothing')
+            yield ok(f'"{role}" has what {meant} needs, and owns nothing')
 
 
 def _uncalled(look: Look, role: str | None, purpose: str | None, tables: list[str]) -> Said:
