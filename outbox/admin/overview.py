@@ -119,12 +119,14 @@ async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:
 
 async def _doctor(call: Call[NoQuery, None]) -> dict[str, Any]:
     settings = call.settings
+    policy = EgressPolicy(settings.allow_networks, proxied=settings.leaves_by is not None)
     look = Look(
         call.db,
         call.schema,
         listening=settings.notify and not settings.pooled,
         pooled=settings.pooled,
-        refusal=EgressPolicy(settings.allow_networks).refusal_of_url,
+        refusal=policy.refusal_of_url,
+        allow_networks=settings.allow_networks,
         keep=settings.keep,
     )
     return examined(call.schema, [finding async for finding in examine(look)])

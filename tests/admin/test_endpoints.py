@@ -515,7 +515,9 @@ async def test_no_hostile_url_becomes_an_endpoints(database: Database, api: Api)
     policy = EgressPolicy(["127.0.0.0/8"])  # As the API under test has it.
     refused = [url for url in hostile.URLS if policy.refusal_of_url(url)]
     assert len(refused) > 150
-    for url in refused:
+    for n, url in enumerate(refused):
+        if n % 50 == 0:  # One token may not ask as much as this in a moment.
+            api = api.with_token(await make_token(database, f"t{n}"))
         added = await api.post("/v1/endpoints", {"name": "x", "url": url})
         assert added.status == 422, url
         assert "url: " in added.detail, url

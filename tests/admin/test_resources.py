@@ -8,7 +8,7 @@ import pytest
 
 from outbox.admin import overview
 from outbox.store import audit
-from tests.support.api import make_token
+from tests.support.api import make_token, serving
 from tests.support.relay import (
     OK,
     REFUSED,
@@ -210,6 +210,18 @@ async def test_the_doctor_writes_nothing(database: Database, api: Api) -> None:
     assert told["problems"] == sum(f["severity"] == "problem" for f in told["findings"])
     assert {f["check"] for f in told["findings"]} >= {"server", "relays"}
     assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
+
+
+async def test_the_doctor_knows_what_is_open_for_everybody(
+    database: Database, anybody: Api
+) -> None:
+    async with serving(database, allow_networks=("169.254.0.0/16",)) as other:
+        told = [
+            (await each.with_token(await make_token(database, name)).get("/v1/doctor")).raw
+            for name, each in (("a", other), ("b", anybody))
+        ]
+    said = b"OUTBOX_ALLOW_NETWORKS lets every endpoint go there"
+    assert [said in each for each in told] == [True, False]
 
 
 async def test_an_audit_tells_what_is_broken(database: Database, api: Api) -> None:

@@ -194,7 +194,8 @@ async def make_token(
 @asynccontextmanager
 async def serving(database: Database, **settings: Any) -> AsyncIterator[Api]:
     """A server with this database, and a client without a token."""
-    given = settings_for(database, dsn_source="test", allow_networks=("127.0.0.0/8",), **settings)
+    usual = {"dsn_source": "test", "allow_networks": ("127.0.0.0/8",)}
+    given = settings_for(database, **usual | settings)
     async with (
         server.running(given, given.admin or HERE) as at,
         aiohttp.ClientSession() as session,
