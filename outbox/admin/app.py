@@ -34,7 +34,7 @@ from outbox.admin.reading import (
 from outbox.admin.routes import ROUTES
 from outbox.admin.routing import Call, Later, Page, Reply
 from outbox.store.connect import in_one_line
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.checking import policy_of
 from outbox.transport.trials import Trials
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class _Admin:
         self._authenticator = authenticator
         self._limits = limits
         self._live = LiveBook(clock)
-        self._trials = Trials(EgressPolicy(settings.allow_networks), settings.leaves_by)
+        self._trials = Trials(policy_of(settings), settings.leaves_by)
         self._trouble: str | None = None
         """Why the database could not be used when it was asked last."""
 

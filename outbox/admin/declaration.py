@@ -11,8 +11,7 @@ from outbox.errors import UsageError
 from outbox.store import endpoints
 from outbox.store.apply import Action, apply
 from outbox.store.vault import Vault
-from outbox.transport.checking import aside, check_declared
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.checking import aside, check_declared, policy_of
 from outbox.views.endpoints import applied
 
 
@@ -71,7 +70,7 @@ async def _apply(call: Call[ApplyQuery, Declaration]) -> dict[str, Any]:
         raise UsageError("give_up is about what prune removes; say both")
     said = call.body.model_dump()
     declared = declaration.read({**said, "endpoints": list(said["endpoints"])})
-    policy = EgressPolicy(call.settings.allow_networks)
+    policy = policy_of(call.settings)
     await aside(check_declared, declared, policy)
     outcome = await apply(
         call.db,

@@ -41,8 +41,7 @@ from outbox.store.endpoint_secrets import OVERLAP_S, Rotation
 from outbox.store.endpoint_states import Change
 from outbox.store.endpoints import EndpointRow, Hand, Health, LaneRow, SecretRow
 from outbox.store.vault import Vault
-from outbox.transport.checking import aside, check_way, why_not_trusted
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.checking import aside, check_way, policy_of, why_not_trusted
 from outbox.transport.tls import check_identity
 from outbox.transport.trials import RETRY_S, TRIAL_S, TooMany
 from outbox.views import endpoints as views
@@ -211,7 +210,7 @@ async def _add(call: Call[NoQuery, NewEndpointBody]) -> Reply:
     wanted = declaration.one(said)
     _hold_to_tenant(call, wanted)
     tenancy.require_name(call.tenant, wanted.name)
-    check_way(wanted, _policy(call))
+    check_way(wanted, policy_of(call.settings))
     if (wrong := await aside(why_not_trusted, wanted.ca)) is not None:
         raise wrong
     made = await endpoint_changes.add(
@@ -238,7 +237,7 @@ async def _update(call: Call[NoQuery, EndpointBody]) -> dict[str, Any]:
         _hold_to_tenant(call, wanted, there)
         if call.tenant is not None and _origin(wanted.url) != _origin(there.url):
             _hold_to_given(wanted, said.get("headers"))
-        check_way(wanted, _policy(call), there)
+        check_way(wanted, policy_of(call.settings), there)
         if wrong is not None and wanted.ca != there.ca:
             raise wrong
         if wanted.name != there.name:
@@ -330,10 +329,6 @@ async def _test(call: Call[NoQuery, None]) -> Later:
         return came.as_json(to.answer(came.summary))
 
     return Later(go)
-
-
-def _policy(call: Call[Any, Any]) -> EgressPolicy:
-    return EgressPolicy(call.settings.allow_networks)
 
 
 def _hold_to_given(wanted: Any, given: dict[str, Any] | None) -> None:

@@ -15,7 +15,7 @@ from outbox.admin.telling import teller
 from outbox.store import status
 from outbox.store.doctor import Finding, Look, examine
 from outbox.store.status import Cursor, EndpointStatus, Replica
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.checking import policy_of
 from outbox.views import status as views
 from outbox.views.doctor import examined
 from outbox.views.verify import audited
@@ -119,7 +119,7 @@ async def _replicas(call: Call[NoQuery, None]) -> dict[str, Any]:
 
 async def _doctor(call: Call[NoQuery, None]) -> dict[str, Any]:
     settings = call.settings
-    policy = EgressPolicy(settings.allow_networks, proxied=settings.leaves_by is not None)
+    policy = policy_of(settings)
     look = Look(
         call.db,
         call.schema,

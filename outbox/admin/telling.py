@@ -12,7 +12,7 @@ Left out, wherever it stands, is
     who runs it       an operator is `operator`, a relay is `relay`; of tokens those of
                       the tenant itself have their names
     how much there is batches, how far the sequencing is, how many events were looked at
-    what is inside    a name that leads to an address that is refused leads nowhere
+    what is inside    whether a name leads nowhere, or to an address that is refused
 
 Numbers of things (events, dead letters, jobs, rows of the journal) and the cursors made
 of them are counted over the whole installation.  They stay: whoever asks needs them to

@@ -25,8 +25,7 @@ from outbox.core.quoting import safe
 from outbox.errors import UsageError
 from outbox.store.apply import apply
 from outbox.store.vault import Vault
-from outbox.transport.checking import check_declared
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.checking import check_declared, policy_of
 from outbox.views.endpoints import applied
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def command(
         raise UsageError("--give-up is about what --prune removes; say both")
     try:
         declared = declaration.read(_document(path))
-        policy = EgressPolicy(settings.allow_networks)
+        policy = policy_of(settings)
         check_declared(declared, policy)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
@@ -109,9 +108,13 @@ def command(
         outcome = run_async(go())
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    changed = {step.name for step in outcome.steps if step.action in ("add", "change")}
+    opened = {
+        step.name
+        for step in outcome.steps
+        if step.action == "add" or any(d.setting == "allow_networks" for d in step.differences)
+    }
     for each in declared:
-        if each.settings.name in changed:
+        if each.settings.name in opened:
             warn_of_networks(f"{each.place}.allow_networks", each.settings.allow_networks)
     if as_json:
         emit_json(applied(outcome, dry_run=dry_run))

@@ -10,7 +10,7 @@ import click
 from outbox.cli.common import database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, fold, style
 from outbox.store.doctor import Finding, Look, Severity, examine
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.checking import policy_of
 from outbox.views.doctor import examined
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ endpoints get that name all of it in their types.
 def command(settings: Settings, probing: bool, as_json: bool) -> None:
     """Look at preconditions and live health, and say what to do."""
 
-    policy = EgressPolicy(settings.allow_networks, proxied=settings.leaves_by is not None)
+    policy = policy_of(settings)
 
     async def go() -> list[Finding]:
         async with database(settings, current=False) as connection:

@@ -285,11 +285,17 @@ def outcome(told: Mapping[str, Any]) -> dict[str, Any]:
     return {name: told[name] for name in _OUTCOME if name in told}
 
 
+_OF_THE_WAY = (Failure.CONNECT, Failure.DNS, Failure.EGRESS_REFUSED)
+
+
 def veiled(failure: str | None) -> str | None:
-    """A kind of failure as customers are told it: who sees which names lead to addresses that
-    are refused, and which nowhere, can look around in a network that he cannot reach.
+    """A kind of failure as customers are told it.
+
+    Who sees which names lead to addresses that are refused, and which nowhere, can look
+    around in a network that he cannot reach.  Of a proxy that is for its answer to tell, and
+    one that says neither is no connection: so all three are that.
     """
-    return Failure.DNS if failure == Failure.EGRESS_REFUSED else failure
+    return Failure.CONNECT if failure in _OF_THE_WAY else failure
 
 
 def receipt(answer: Answer) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.headers import WIRE_COUNT_MAX, event_header_problem
+from outbox.core.headers import WIRE_COUNT_MAX, event_header_problem, same_name
 from outbox.core.pattern import RESERVED_PREFIX, TYPE_BYTES_MAX
 from outbox.errors import InvalidEvent
 
@@ -89,11 +89,11 @@ def encode_headers(
         if not isinstance(name, str):
             raise InvalidEvent("headers", f"a name is {type(name).__name__}, not text")
         problem = problem_of(name, value)
-        if problem is None and name.lower() in seen:
+        if problem is None and same_name(name) in seen:
             problem = "stands there twice"
         if problem is not None:
             raise InvalidEvent("headers", f"{_short(name)} {problem}")
-        seen.add(name.lower())
+        seen.add(same_name(name))
     if len(seen) > WIRE_COUNT_MAX:
         raise InvalidEvent("headers", f"{len(seen)} of them, the limit is {WIRE_COUNT_MAX}")
     # Written as jsonb writes itself, so that the size is the database's.

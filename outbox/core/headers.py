@@ -68,11 +68,17 @@ _OF_ENDPOINTS = frozenset(
         "authorization",
         "cookie",
         # Who asked the proxy, and for what (RFC 7239, and its usual forerunners).
+        "cf-connecting-ip",
+        "fastly-client-ip",
         "forwarded",
+        "true-client-ip",
         "via",
+        "x-client-ip",
+        "x-cluster-client-ip",
         "x-http-method",
         "x-http-method-override",
         "x-method-override",
+        "x-original-host",
         "x-original-url",
         "x-real-ip",
         "x-rewrite-url",
@@ -84,10 +90,18 @@ WIRE_BYTES_MAX, WIRE_COUNT_MAX = 12 * 1024, 64
 _RESERVED_PREFIX = "webhook-"
 
 
+def same_name(name: str) -> str:
+    """What two names have in common that a receiver may take for one.
+
+    Case is nobody's; and who hands headers on as variables (CGI, WSGI) makes - of _.
+    """
+    return name.lower().replace("_", "-")
+
+
 def header_problem(name: str, value: object) -> str | None:
     """Why a header cannot go along, whoever says it; None: it can."""
-    lower = name.lower()
-    if lower in _RESERVED or lower.startswith(_RESERVED_PREFIX):
+    plain = same_name(name)
+    if plain in _RESERVED or plain.startswith(_RESERVED_PREFIX):
         return "is set by the relay, or says how the request is carried"
     if not _TOKEN.fullmatch(name):
         return "is not a header name (RFC 9110: letters, digits and !#$%&'*+-.^_`|~)"
@@ -103,8 +117,8 @@ def event_header_problem(name: str, value: object) -> str | None:
 
     Producers are told by this when they publish; `merge` leaves it out.
     """
-    lower = name.lower()
-    if lower in _OF_ENDPOINTS or lower.startswith(_OF_ENDPOINTS_PREFIX):
+    plain = same_name(name)
+    if plain in _OF_ENDPOINTS or plain.startswith(_OF_ENDPOINTS_PREFIX):
         return "is for endpoints to set: an event goes to any of them"
     return header_problem(name, value)
 
@@ -125,12 +139,12 @@ def merge(endpoint: Headers, event: bytes | None) -> Headers:
     """
     if event is None:
         return endpoint
-    merged = {name.lower(): (name, value) for name, value in endpoint}
+    merged = {same_name(name): (name, value) for name, value in endpoint}
     room = WIRE_BYTES_MAX - sum(map(_wire_bytes, endpoint))
-    for lower, each in _kept(orjson.loads(event).items(), event_header_problem).items():
+    for plain, each in _kept(orjson.loads(event).items(), event_header_problem).items():
         takes = _wire_bytes(each)
-        if lower not in merged and takes <= room and len(merged) < WIRE_COUNT_MAX:
-            merged[lower] = each
+        if plain not in merged and takes <= room and len(merged) < WIRE_COUNT_MAX:
+            merged[plain] = each
             room -= takes
     return tuple(merged.values())
 
@@ -145,7 +159,7 @@ def _kept(
 ) -> dict[str, tuple[str, str]]:
     kept: dict[str, tuple[str, str]] = {}
     for name, value in headers:
-        lower = name.lower()
-        if lower not in kept and problem(name, value) is None:
-            kept[lower] = (name, str(value).strip(" \t"))
+        plain = same_name(name)
+        if plain not in kept and problem(name, value) is None:
+            kept[plain] = (name, str(value).strip(" \t"))
     return kept

@@ -16,13 +16,19 @@ ADDRESSES = tuple(
     ip_address(text)
     for text in (
         "169.254.169.254",
+        "169.254.170.2",
+        "169.254.170.23",
         "168.63.129.16",
         "100.100.100.200",
+        "192.0.0.192",
+        "fd00:ec2::23",
         "fd00:ec2::254",
         "fd20:ce::254",
+        "64:ff9b::a9fe:a9fe",
     )
 )
-"""Of AWS, Google and most others; Azure's agent; Alibaba's; AWS and Google by IPv6."""
+"""Of AWS, Google and most others; containers on AWS; Azure's agent; Alibaba's; Oracle's; AWS and
+Google by IPv6; and the first one behind NAT64."""
 
 
 def exposing(networks: Iterable[str | IPv4Network | IPv6Network]) -> list[str]:

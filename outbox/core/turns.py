@@ -20,7 +20,8 @@ whoever holds most of a part, is ended like one whose time is over,
 - of slow ones, once it was open for `HOLD_S`, and only for somebody who waits for its place
   and has less than half as many.
 A lane whose request was moved and called off `CUT_MAX` times in a row waits for a slow place,
-however long ago that was: there it is left alone for `HOLD_S`, and nowhere else.
+however long ago that was, and so do those of its endpoint that wait with it: there it is left
+alone for `HOLD_S`, and nowhere else.
 
 **Nobody takes a part alone.**  Who has as many requests of a part as there is room left in it
 has to wait, even if nobody else wants the room: one endpoint gets half of it, two a third each,
@@ -219,15 +220,15 @@ class Turns:
         """A request ended; returns the turns that begin with that.
 
         Args:
-            answered: what it took says something about its endpoint.
+            answered: there was an answer, so that what it took says something of its endpoint.
         """
         line = turn.line
         took_s = now - turn.began_at
         if not turn.called_off:
             self._leave_part(turn)
-            if answered:
-                turn.cut = 0
-        elif turn.part is Part.MOVED:
+        if answered:
+            turn.cut = 0
+        elif turn.called_off and turn.part is Part.MOVED:
             turn.cut += 1
         turn.open = False
         line.open -= 1

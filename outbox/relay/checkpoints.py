@@ -19,7 +19,7 @@ import structlog
 
 from outbox.core.checkpoint import prepare
 from outbox.core.health import State
-from outbox.core.lines import Tenant, Turn
+from outbox.core.lines import Turn
 from outbox.core.turns import Turns
 from outbox.relay.queueing import Queueing
 from outbox.transport.addressing import addressed
@@ -42,8 +42,9 @@ SENDING_MAX = 64
 leave the others theirs."""
 READ_MAX = 32
 """So many endpoints' marks are read at a time."""
-WAITING_MAX = 16
-"""Of one tenant, since each that waits for its turn has its marks in memory."""
+MARKS_MAX = 50_000
+"""So many are shared by those who wait for their turns, since each has its marks in memory: by
+tenants that have some there, and one more; those without a tenant are one."""
 FULL_S = 0.1
 """Until the next look if so many were read."""
 BUSY_S = 1.0
@@ -144,19 +145,15 @@ class Checkpoints:
 
     def _room_for(self, late: Sequence[_Subscriber]) -> list[_Subscriber]:
         """Those of them whose marks to read now."""
-        due: list[_Subscriber] = []
-        taken = Counter[Tenant]()
-        for each in late:
-            if len(due) == READ_MAX:
-                break
-            tenant = each.turn.line.tenant
-            if each.marks is not None or (
-                tenant.bounded and tenant.waiting + taken[tenant] >= WAITING_MAX
-            ):
-                continue
-            taken[tenant] += 1
-            due.append(each)
-        return due
+        held = Counter[str | None]()
+        for each in self._subscribers.values():
+            if each.marks is not None:
+                held[each.endpoint.tenant] += len(each.marks)
+        share = MARKS_MAX // (len(held) + 1)
+        full = {tenant for tenant, marks in held.items() if marks >= share}
+        return [each for each in late if each.marks is None and each.endpoint.tenant not in full][
+            :READ_MAX
+        ]
 
     async def run(self) -> None:
         """Send until cancelled."""
@@ -171,12 +168,13 @@ class Checkpoints:
         turn, queueing = subscriber.turn, self._queueing
         try:
             if queueing.begin(turn) or await queueing.wait(turn):
-                answer = None
+                answered = False
                 try:
                     sending = self._transport.send(self._request(subscriber))
                     answer = await queueing.send(turn, sending)
+                    answered = not turn.called_off or answer.failure is None
                 finally:
-                    queueing.end(turn, answered=answer is not None)
+                    queueing.end(turn, answered=answered)
                 self._heed(subscriber, answer)
         finally:
             subscriber.marks = None

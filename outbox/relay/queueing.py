@@ -82,7 +82,7 @@ class Queueing:
         """A request has ended; others may begin.
 
         Args:
-            answered: what it took says something about its endpoint.
+            answered: there was an answer, so that what it took says something of its endpoint.
         """
         self.tell(self.turns.end(turn, self._loop().time(), answered=answered))
 

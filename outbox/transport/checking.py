@@ -7,20 +7,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.errors import UsageError
-from outbox.transport.egress import parse_networks
+from outbox.transport.egress import EgressPolicy, parse_networks
 from outbox.transport.tls import check_ca
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from outbox.config import Settings
     from outbox.core.declaration import Declared
     from outbox.core.endpoint import EndpointSettings
-    from outbox.transport.egress import EgressPolicy
 
 T = TypeVar("T")
 
 _THREAD = ThreadPoolExecutor(1, "outbox-checking")
 """One, because what is looked at is mostly a stranger's: they wait for each other."""
+
+
+def policy_of(settings: Settings) -> EgressPolicy:
+    """Where deliveries may go by a relay's settings."""
+    return EgressPolicy(settings.allow_networks, proxied=settings.leaves_by is not None)
 
 
 async def aside(look: Callable[..., T], *given: Any) -> T:

@@ -137,7 +137,7 @@ async def test_no_route_tells_others_what_a_receiver_said(
     assert shown["lanes"][0]["last_answer"].keys() <= SHOWN
     # Which names lead inside is not for customers to find out.
     shown = (await api.get(f"/v1/endpoints/{own}-inside")).json
-    failure = "egress_refused" if tenant is None else "dns"
+    failure = "egress_refused" if tenant is None else "connect"
     assert shown["health"]["last_answer"]["failure"] == failure
     assert shown["lanes"][0]["last_answer"]["failure"] == failure
     shown = (await api.get(f"/v1/endpoints/{own}-busy")).json
@@ -177,7 +177,7 @@ async def test_what_an_operational_event_tells_has_nothing_of_it(database: Datab
          WHERE type = 'outbox.endpoint.held' AND payload -> 'endpoint' ->> 'name' LIKE '%-inside'
     """
     told_of = json.loads(await fetchval(database, failures))
-    assert told_of == {"our-inside": "egress_refused", "acme-inside": "dns"}
+    assert told_of == {"our-inside": "egress_refused", "acme-inside": "connect"}
 
 
 @pytest.mark.parametrize("tenant", [None, "acme"])

@@ -36,7 +36,17 @@ def test_the_endpoints_headers_come_first_and_are_not_for_events_to_change() -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["X-Lane", "x-sequence", "Webhook-Id", "webhook-anything", "Host", "Content-Length", "TE"],
+    [
+        "X-Lane",
+        "x-sequence",
+        "X_Sequence",
+        "Webhook_Signature",
+        "Webhook-Id",
+        "webhook-anything",
+        "Host",
+        "Content-Length",
+        "TE",
+    ],
 )
 def test_ours_cannot_be_overridden_by_either(name: str) -> None:
     assert header_problem(name, "1") is not None
@@ -45,14 +55,21 @@ def test_ours_cannot_be_overridden_by_either(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["Authorization", "cookie", "Forwarded", "X-Forwarded-For", "x-forwarded-host", "X-Real-IP",
-     "X-HTTP-Method-Override", "X-Original-URL"],
+    ["Authorization", "cookie", "Forwarded", "X_Forwarded_For", "True-Client-IP",
+     "X-Forwarded-For", "x-forwarded-host", "X-Real-IP", "X-HTTP-Method-Override",
+     "X-Original-URL"],
 )  # fmt: skip
 def test_an_event_does_not_say_who_asks(name: str) -> None:
     """It goes to endpoints of others, whose receivers or proxies would believe it."""
     assert event_header_problem(name, "1") is not None
     assert merge({}, {name: "1"}) == ()
     assert merge({name: "1"}, {name.lower(): "2"}) == ((name, "1"),)
+
+
+def test_names_that_a_receiver_may_take_for_one_are_one() -> None:
+    """CGI and WSGI make the same variable of both."""
+    assert merge({"X-Api-Key": "own"}, {"X_Api_Key": "other"}) == (("X-Api-Key", "own"),)
+    assert merge({"X_Key": "1", "x-key": "2"}, {}) == (("X_Key", "1"),)
 
 
 def test_what_http_cannot_carry_is_left_out_and_the_other_one_stays() -> None:

@@ -100,7 +100,7 @@ class Endpoint:
         self.answered += not turn.called_off
         self.called_off += turn.called_off
         self._open.remove(turn)
-        begun = self.town.turns.end(turn, self.town.now)
+        begun = self.town.turns.end(turn, self.town.now, answered=not turn.called_off)
         self.idle.append(turn)
         if self.every_s is None:
             self.owed += 1

@@ -13,10 +13,10 @@ from uuid import UUID
 import pytest
 
 from outbox.core.answer import Answer, Failure
-from outbox.core.checkpoint import Mark, parse
+from outbox.core.checkpoint import LANES_MAX, Mark, parse
 from outbox.core.health import State
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Request, verify
-from outbox.relay.checkpoints import READ_MAX, SENDING_MAX, WAITING_MAX, Checkpoints
+from outbox.relay.checkpoints import MARKS_MAX, READ_MAX, SENDING_MAX, Checkpoints
 from outbox.store import endpoint_changes, endpoint_states
 from tests.integration.test_catching_up import Wire, fetchable
 from tests.support import ranges
@@ -134,8 +134,11 @@ async def test_numbers_that_were_given_up_are_named(
 class Many(Network):
     """Receivers of checkpoints on virtual time; those called `stuck-…` never answer."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: int = 1) -> None:
         super().__init__()
+        self.lanes = lanes
+        # How many were asked for at a time.
+        self.read: list[int] = []
         # When each was told something.
         self.told: dict[str, list[float]] = {}
         self.open = self.most = 0
@@ -153,7 +156,8 @@ class Many(Network):
             self.open -= 1
 
     async def marks(self, ids: Any) -> dict[Any, list[Mark]]:
-        return {i: [Mark("a-1-0", 1, 1)] for i in ids}
+        self.read.append(len(ids))
+        return {i: [Mark("a-1-0", 1, 1)] * self.lanes for i in ids}
 
 
 def looking(network: Many, seconds: float, owned: Callable[[float], list[Any]]) -> Checkpoints:
@@ -207,20 +211,19 @@ def test_an_endpoint_that_is_gone_does_not_keep_its_turn() -> None:
     assert max(max(times) for times in network.told.values()) < 6
 
 
-def test_a_tenant_has_few_of_its_checkpoints_in_memory() -> None:
-    network = Many()
-    stuck = [wanting(n, f"stuck-{n}", 1.0, "mallory") for n in range(200)]
-    read: list[int] = []
-
-    async def marks(ids: Any) -> dict[Any, list[Mark]]:
-        read.append(len(ids))
-        return {i: [Mark("a-1-0", 1, 1)] for i in ids}
-
-    network.marks = marks  # type: ignore[method-assign]
-    looking(network, 60, lambda _: stuck)
+@pytest.mark.parametrize("tenant", ["mallory", None])
+def test_few_of_those_that_wait_are_in_memory_and_others_have_room(tenant: str | None) -> None:
+    lanes = LANES_MAX // 2
+    network = Many(lanes)
+    stuck = [wanting(n, f"stuck-{n}", 1.0, tenant) for n in range(200)]
+    good = wanting(1000, "good", 10.0, "acme")
+    looking(network, 60, lambda _: [*stuck, good])
     begun = sum(map(len, network.told.values()))
-    assert max(read) <= READ_MAX
-    assert 100 < begun <= sum(read) <= begun + WAITING_MAX
+    assert max(network.read) <= READ_MAX
+    waiting = sum(network.read) - begun
+    assert begun > 100
+    assert waiting * lanes <= MARKS_MAX + READ_MAX * lanes
+    assert max(gaps_s(network, 60)) < 20
 
 
 def wanting(n: int, name: str, every_s: float, tenant: str | None = None) -> Any:

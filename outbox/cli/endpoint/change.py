@@ -23,8 +23,7 @@ from outbox.core.endpoint import EndpointSettings
 from outbox.core.quoting import safe
 from outbox.store import endpoint_changes
 from outbox.store.vault import Vault
-from outbox.transport.checking import check
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.checking import check, policy_of
 from outbox.views import endpoints as views
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def add(
     It gets what is not sequenced yet, and everything after it.
     """
     wanted = EndpointSettings(name=name, url=url, **given)
-    check(wanted, EgressPolicy(settings.allow_networks))
+    check(wanted, policy_of(settings))
     vault = Vault.of(settings)
 
     async def go() -> None:
@@ -137,7 +136,7 @@ def update(
     delivered.  Everything else holds from the next attempt on.  --type and
     --retryable replace the list, --header replaces one header.
     """
-    policy, vault = EgressPolicy(settings.allow_networks), Vault.of(settings)
+    policy, vault = policy_of(settings), Vault.of(settings)
     named: dict[str, Any] = {"name": new_name, "url": url}
     named = {key: value for key, value in named.items() if value is not None}
 

@@ -11,7 +11,7 @@ from outbox.cli.endpoint.group import command
 from outbox.cli.output import emit_json, emit_pairs
 from outbox.store import destinations
 from outbox.store.vault import Vault
-from outbox.transport.egress import EgressPolicy
+from outbox.transport.checking import policy_of
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -48,7 +48,7 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
 
         async with database(settings) as connection:
             endpoint = await destinations.find(connection, settings.schema_name, name, vault)
-        policy = EgressPolicy(settings.allow_networks)
+        policy = policy_of(settings)
         transport = AiohttpTransport(policy, proxy=settings.leaves_by)
         try:
             return await attempt(transport, endpoint)

@@ -94,7 +94,8 @@ given AS (
                          UNION ALL SELECT * FROM aclexplode(a.attacl)) AS acl
      WHERE acl.privilege_type = 'SELECT')
 SELECT r.rolname AS role, array_agg(DISTINCT g.relname::text ORDER BY g.relname::text) AS tables,
-       (SELECT min(p.purpose) FROM purposes p WHERE p.grantee = g.grantee) AS purpose
+       (SELECT string_agg(p.purpose, ' and a ' ORDER BY p.purpose) FROM purposes p
+         WHERE p.grantee = g.grantee) AS purpose
   FROM given g LEFT JOIN pg_roles r ON r.oid = g.grantee
  WHERE g.grantee = 0
     OR NOT r.rolsuper AND NOT pg_has_role(r.oid, g.relowner, 'USAGE')
@@ -172,7 +173,7 @@ def _uncalled(look: Look, role: str | None, purpose: str | None, tables: list[st
             f"everybody was granted SELECT on {names}, with the secrets there",
             f"REVOKE SELECT ON {names} FROM PUBLIC",  # noqa: S608 (for an operator to read)
         )
-    what = f"is for a {purpose} alone" if purpose else "was granted none of our purposes"
+    what = f"is for a {purpose}" if purpose else "was granted none of our purposes"
     return warning(
         f'"{role}", which {what}, can read the secrets in {names}',
         f"as their owner, which takes away what else it has here: "
