@@ -582,7 +582,7 @@ async def test_the_doctor_tells_who_can_read_secrets_without_being_meant_to(
         assert purpose or await told() == [], "without USAGE on the schema there is no way to it"
         await owner.execute(f'GRANT USAGE ON SCHEMA relay TO "{given}"')
         (found,) = await told()
-        what = f"is for a {purpose} alone" if purpose else "was granted none of our purposes"
+        what = f"is for a {purpose}" if purpose else "was granted none of our purposes"
         names = ", ".join(f"relay.{table}" for table in tables.split())
         assert found.severity == "warning"
         assert found.says == f'"{given}", which {what}, can read the secrets in {names}'
