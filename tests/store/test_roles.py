@@ -562,7 +562,7 @@ async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
 
 
 @pytest.mark.one_major
-@pytest.mark.parametrize("purpose", [None, "reader", "producer"])
+@pytest.mark.parametrize("purposes", [[], ["reader"], ["producer"], ["producer", "reader"]])
 @pytest.mark.parametrize(
     ("granted", "tables"),
     [
@@ -571,22 +571,23 @@ async def test_the_doctor_tells_who_could_define_functions_for_ours_to_run(
     ],
 )
 async def test_the_doctor_tells_who_can_read_secrets_without_being_meant_to(
-    database: Database, owner: Connection[Any], purpose: str | None, granted: str, tables: str
+    database: Database, owner: Connection[Any], purposes: list[str], granted: str, tables: str
 ) -> None:
     async def told() -> list[Finding]:
         return [f for f in await _says(owner) if "can read the secrets" in f.says]
 
-    purposes = [] if purpose is None else [purpose]
     async with role(database, *purposes) as given, role(database, "relay", "operator"):
         await owner.execute(f'GRANT {granted} TO "{given}"')
-        assert purpose or await told() == [], "without USAGE on the schema there is no way to it"
+        assert purposes or await told() == [], "without USAGE on the schema there is no way to it"
         await owner.execute(f'GRANT USAGE ON SCHEMA relay TO "{given}"')
         (found,) = await told()
-        what = f"is for a {purpose}" if purpose else "was granted none of our purposes"
+        what = "was granted none of our purposes"
+        if purposes:
+            what = f"is for a {' and a '.join(purposes)}"
         names = ", ".join(f"relay.{table}" for table in tables.split())
         assert found.severity == "warning"
         assert found.says == f'"{given}", which {what}, can read the secrets in {names}'
-        wanted = purpose or "reader"
+        wanted = purposes[0] if purposes else "reader"
         assert str(found.do).endswith(f"outbox migrate --{wanted} {shlex.quote(given)}")
         await migrate(owner, "relay", roles=[(wanted, given)])
         assert await told() == []

@@ -94,8 +94,8 @@ given AS (
                          UNION ALL SELECT * FROM aclexplode(a.attacl)) AS acl
      WHERE acl.privilege_type = 'SELECT')
 SELECT r.rolname AS role, array_agg(DISTINCT g.relname::text ORDER BY g.relname::text) AS tables,
-       (SELECT string_agg(p.purpose, ' and a ' ORDER BY p.purpose) FROM purposes p
-         WHERE p.grantee = g.grantee) AS purpose
+       ARRAY(SELECT p.purpose FROM purposes p WHERE p.grantee = g.grantee
+              ORDER BY p.purpose) AS purposes
   FROM given g LEFT JOIN pg_roles r ON r.oid = g.grantee
  WHERE g.grantee = 0
     OR NOT r.rolsuper AND NOT pg_has_role(r.oid, g.relowner, 'USAGE')
@@ -134,7 +134,7 @@ async def roles(look: Look) -> AsyncIterator[Said]:
         )
     for row in await look.db.fetch(UNCALLED):
         wrong = True
-        yield _uncalled(look, row["role"], row["purpose"], row["tables"])
+        yield _uncalled(look, row["role"], row["purposes"], row["tables"])
     about = await look.db.fetchrow(PURPOSES)
     if await look.db.fetchval(OWNER):
         if not wrong:
@@ -165,7 +165,7 @@ async def _granted(look: Look, role: str, purposes: list[str]) -> AsyncIterator[
             yield ok(f'"{role}" has what {meant} needs, and owns nothing')
 
 
-def _uncalled(look: Look, role: str | None, purpose: str | None, tables: list[str]) -> Said:
+def _uncalled(look: Look, role: str | None, purposes: list[str], tables: list[str]) -> Said:
     """A role that can read what only relays and operators are to."""
     names = ", ".join(look.name(table) for table in tables)
     if role is None:
@@ -173,11 +173,13 @@ def _uncalled(look: Look, role: str | None, purpose: str | None, tables: list[st
             f"everybody was granted SELECT on {names}, with the secrets there",
             f"REVOKE SELECT ON {names} FROM PUBLIC",  # noqa: S608 (for an operator to read)
         )
-    what = f"is for a {purpose}" if purpose else "was granted none of our purposes"
+    what = (
+        f"is for a {' and a '.join(purposes)}" if purposes else "was granted none of our purposes"
+    )
     return warning(
         f'"{role}", which {what}, can read the secrets in {names}',
         f"as their owner, which takes away what else it has here: "
-        f"{grant(look, purpose or 'reader', role)}",
+        f"{grant(look, purposes[0] if purposes else 'reader', role)}",
     )
 
 
