@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from outbox.core.keys import parse_keys
 from outbox.core.names import schema_name
 from outbox.core.periods import Keep
-from outbox.core.quoting import cut, quoted
+from outbox.core.quoting import cut, is_text, quoted
 from outbox.errors import UsageError
 from outbox.web.address import Address, parse_address
 from outbox.web.proxy import Proxy, parse_proxy
@@ -289,7 +289,7 @@ def load(
     take(*_from_file(Path(path or CONFIG_FILE), required=bool(path)))
     _find_database(values, origins, env)
     for name, value in values.items():
-        if isinstance(value, str) and not _is_text(value):
+        if isinstance(value, str) and not is_text(value):
             raise UsageError(f"{origins[name]}: it is not UTF-8 text")
     try:
         return Settings(**values, dsn_source=origins.get("dsn", ""))
@@ -363,15 +363,6 @@ def _from_file(path: Path, *, required: bool) -> tuple[dict[str, str], dict[str,
             raise UsageError(f'{path}: there is no setting "{cut(key)}"{hint}')
         values[names[key]] = value
     return {name: f"{path}, {key}" for key, name in names.items()}, values
-
-
-def _is_text(value: str) -> bool:
-    # Bytes of an argument or a variable that are no UTF-8 come as halves of characters.
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _find_database(values: dict[str, Any], origins: dict[str, str], env: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ from outbox.admin.mistakes import reason
 from outbox.admin.problem import Kind, Problem
 from outbox.admin.routing import LIMIT, LIMIT_MAX, Model
 from outbox.core import duration
+from outbox.core.quoting import is_text
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def hold_to_text(value: object) -> None:
         Problem: there is some.
     """
     if isinstance(value, str):
-        if "\0" in value or (not value.isascii() and _half(value)):
+        if "\0" in value or not is_text(value):
             raise Problem(Kind.BAD_REQUEST, "there is a character that PostgreSQL cannot hold")
     elif isinstance(value, dict):
         for key, each in value.items():
@@ -155,14 +156,6 @@ def hold_to_text(value: object) -> None:
     elif isinstance(value, list | tuple):
         for each in value:
             hold_to_text(each)
-
-
-def _half(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def hold_to(model: type[Model], values: dict[str, Any], where: str) -> Model:

@@ -19,6 +19,7 @@ from outbox.cli.common import (
 from outbox.cli.main import Group
 from outbox.cli.output import emit_json, emit_pairs, emit_table
 from outbox.core import duration
+from outbox.core.quoting import is_text
 from outbox.errors import UsageError
 from outbox.store import once
 from outbox.views.flat import flat
@@ -183,7 +184,5 @@ def reset(settings: Settings, key: str, as_json: bool) -> None:
 
 
 def _hold_to_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UsageError(f"{name}: not Unicode text") from None
+    if not is_text(text):
+        raise UsageError(f"{name}: not Unicode text")

@@ -29,6 +29,19 @@ def quoted(value: object) -> str:
         return "a number of very many digits"
 
 
+def is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: bytes of an argument, a variable or a body that are
+    none come as halves of surrogate pairs.
+    """
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def safe(text: str) -> str:
     """Text without characters that a terminal acts on."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -145,6 +145,8 @@ class Checkpoints:
 
     def _room_for(self, late: Sequence[_Subscriber]) -> list[_Subscriber]:
         """Those of them whose marks to read now."""
+        if not late:
+            return []
         held = Counter[str | None]()
         for each in self._subscribers.values():
             if each.marks is not None:
@@ -172,7 +174,7 @@ class Checkpoints:
                 try:
                     sending = self._transport.send(self._request(subscriber))
                     answer = await queueing.send(turn, sending)
-                    answered = not turn.called_off or answer.failure is None
+                    answered = queueing.in_time(turn, answer)
                 finally:
                     queueing.end(turn, answered=answered)
                 self._heed(subscriber, answer)

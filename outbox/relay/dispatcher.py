@@ -358,7 +358,7 @@ class Dispatcher:
             self._reader.want(lane, more)
         state, queueing = home.health.state, self._queueing
         begun = queueing.begin(lane.turn) or await queueing.wait(lane.turn)
-        answered = called_off = False
+        answered = False
         try:
             if self._lease_left_s() <= 0:
                 raise Fenced
@@ -384,9 +384,7 @@ class Dispatcher:
             except BaseException:
                 self._observer.abandoned(span, self._now())
                 raise
-            # Nothing had come of it when it was ended.
-            called_off = lane.turn.called_off and answer.failure is not None
-            answered = not called_off
+            answered = queueing.in_time(lane.turn, answer)
         finally:
             if begun:
                 queueing.end(lane.turn, answered=answered)
@@ -402,7 +400,7 @@ class Dispatcher:
             now=now,
             u=self._rng.random(),
             blocks=home.endpoint.blocks,
-            called_off=called_off,
+            called_off=not answered,
         )
         self._observer.answered(lane, send, answer, record, span)
         if not record.urgent:

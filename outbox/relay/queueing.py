@@ -78,6 +78,11 @@ class Queueing:
                 raise
             return head or Answer.failed(Failure.TIMEOUT, CALLED_OFF, loop.time() - began_at)
 
+    @staticmethod
+    def in_time(turn: Turn, answer: Answer) -> bool:
+        """Whether that is what came of the request, and not that it was called off."""
+        return not turn.called_off or answer.failure is None
+
     def end(self, turn: Turn, *, answered: bool) -> None:
         """A request has ended; others may begin.
 

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outbox.core.quoting import is_text
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,10 +34,8 @@ def parameters(text: str, source: str) -> dict[str, str]:
     text = text.strip()
     if "\0" in text:
         raise wrong(source, "it has a NUL byte in it")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise wrong(source, "it is not UTF-8 text") from None
+    if not is_text(text):
+        raise wrong(source, "it is not UTF-8 text")
     scheme = _SCHEME.match(text)
     if scheme:
         return _parse_url(text, scheme[1], source)

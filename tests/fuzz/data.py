@@ -60,6 +60,15 @@ class Data:
         return rest
 
 
+def is_text(text: str) -> bool:
+    """Whether UTF-8 has a form for it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def fields(*parts: bytes | str) -> bytes:
     """An input of these fields."""
     return SEPARATOR.join(part.encode() if isinstance(part, str) else part for part in parts)

@@ -17,7 +17,7 @@ from outbox.errors import UsageError
 from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
 from outbox.transport.port import Request
-from tests.fuzz.data import Data, fields
+from tests.fuzz.data import Data, fields, is_text
 from tests.fuzz.target import Broken, Target, hold
 from tests.fuzz.wire import MemoryLoop, Wire
 
@@ -54,8 +54,12 @@ def requests(raw: bytes) -> None:
         # As they are held to when somebody sets them, and when somebody goes around that.
         events = encode_headers(mine)
     except UsageError:
-        events = orjson.dumps(mine, default=str).decode() if _is_text(mine) else None
-    if not _is_text({"": key or ""}):
+        events = (
+            orjson.dumps(mine, default=str).decode()
+            if is_text("".join([*mine, *mine.values()]))
+            else None
+        )
+    if not is_text(key or ""):
         return
     delivery = Delivery(
         endpoint_id=_ID, outbox_id=1, event_id=_ID, type="order.paid", tenant=None, key=key,
@@ -72,15 +76,6 @@ def requests(raw: bytes) -> None:
     if not is_good:
         return
     _judge(bytes(wires[0].written), method, headers, prepared.body)
-
-
-def _is_text(values: dict[str, str]) -> bool:
-    try:
-        for name, value in values.items():
-            (name + value).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _send(request: Request, wires: list[Wire]) -> Failure | None:

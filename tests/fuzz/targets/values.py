@@ -20,7 +20,7 @@ from outbox.core.names import quote_ident, quote_literal, schema_name
 from outbox.core.signature import format_secret, parse_key, parse_secret
 from outbox.core.token import TokenSettings, is_fetch_token, is_token
 from outbox.errors import InvalidEvent, UsageError
-from tests.fuzz.data import Data, fields
+from tests.fuzz.data import Data, fields, is_text
 from tests.fuzz.target import Target, hold, refused
 
 START = datetime(2026, 3, 28, 12, 30, tzinfo=UTC)
@@ -126,7 +126,7 @@ def texts(raw: bytes) -> None:
         schema_name(name)
         hold(_unquoted(quote_ident(name), '"') == name, f"{name!r} is quoted wrongly")
         name.encode()
-    if _is_text(name) and "\0" not in name:
+    if is_text(name) and "\0" not in name:
         hold(_literal(quote_literal(name)) == name, f"{name!r} is quoted wrongly")
     for check in (
         lambda: check_type(event_type),
@@ -144,7 +144,7 @@ def texts(raw: bytes) -> None:
         encoded = encode_headers({header: value})
     except InvalidEvent as error:
         refused(error, "headers")
-        text = orjson.dumps({header: value}) if _is_text(header + value) else b"{}"
+        text = orjson.dumps({header: value}) if is_text(header + value) else b"{}"
         hold(not merge((), text) or len(value) > 8000, f"{header!r} is refused, and goes along")
     else:
         carried = merge((), encoded.encode() if encoded else None)
@@ -166,7 +166,7 @@ def _payload(raw: bytes) -> None:
 def _jsonb(value: object) -> None:
     """Hold a payload to what jsonb can hold."""
     if isinstance(value, str):
-        hold("\0" not in value and _is_text(value), "jsonb cannot hold it")
+        hold("\0" not in value and is_text(value), "jsonb cannot hold it")
     elif isinstance(value, dict):
         for name, each in value.items():
             _jsonb(name)
@@ -174,14 +174,6 @@ def _jsonb(value: object) -> None:
     elif isinstance(value, list):
         for each in value:
             _jsonb(each)
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _unquoted(text: str, mark: str) -> str:
