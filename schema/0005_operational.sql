@@ -84,7 +84,8 @@ BEGIN
                    'version', 1, 'at', rfc3339(clock_timestamp()),
                    'endpoint', CASE WHEN t.about IS NOT NULL THEN
                        jsonb_build_object('id', t.about, 'name', e.name) END)
-                   || CASE WHEN e.tenant IS NOT NULL AND t.told ->> 'failure' IN ('dns', 'egress_refused')
+                   || CASE WHEN e.tenant IS NOT NULL
+                            AND t.told ->> 'failure' IN ('dns', 'egress_refused')
                            -- Tenants are not told which names lead inside.
                            THEN t.told || '{"failure": "connect"}' ELSE t.told END)
           FROM unnest(types, about, told) WITH ORDINALITY AS t(type, about, told, n)

@@ -12,7 +12,8 @@
 --              endpoint's headers only the names
 --
 -- Nobody but the owner defines anything in this schema or rewrites the journal, and a period
--- is begun and dropped by functions that look whether it may be.  Partitions need no rights of their own: they are reached through their parents.
+-- is begun and dropped by functions that look whether it may be.  Partitions need no rights
+-- of their own: they are reached through their parents.
 --
 -- Whom a purpose was granted is written in the rights themselves: he may execute the
 -- function that lists them.  So a migration can grant anew what has changed of them
