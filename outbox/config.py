@@ -115,6 +115,11 @@ class Settings(BaseModel):
         description="Requests open at once, over all endpoints: half of them quick ones, and some "
         "kept free for whoever comes next.",
     )
+    transport: Literal["wire", "aiohttp"] = Field(
+        default="wire",
+        description="What sends requests that do not leave by the proxy: wire, or aiohttp, which "
+        "takes several times as long for each.",
+    )
     tenant_in_flight_max: int | None = Field(
         default=None,
         ge=1,
@@ -224,7 +229,7 @@ class Settings(BaseModel):
             parse_keys(value.get_secret_value())
         return value
 
-    @field_validator("log_level", "log_format", mode="before")
+    @field_validator("log_level", "log_format", "transport", mode="before")
     @classmethod
     def _lower(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value

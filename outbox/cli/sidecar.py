@@ -19,7 +19,6 @@ import outbox
 from outbox.admin.server import running as admin
 from outbox.cli.common import warn, warn_of_networks
 from outbox.cli.systemd import Supervisor
-from outbox.relay.checkpoints import SENDING_MAX
 from outbox.relay.connections import Connections
 from outbox.relay.observer import Observer
 from outbox.relay.relay import Relay, default_name
@@ -27,8 +26,8 @@ from outbox.store import dsn
 from outbox.telemetry.exporting import exporting
 from outbox.telemetry.meters import Meters
 from outbox.telemetry.prometheus import Page
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import SETTING, EgressPolicy
+from outbox.transport.outbound import Outbound
 from outbox.web import health
 from outbox.web.serving import serving
 
@@ -58,11 +57,10 @@ async def run(settings: Settings) -> None:
     meters = Meters(time.time(), settings.metrics_endpoints_max)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(telemetry.close)
-        transport = AiohttpTransport(
+        transport = Outbound(
             EgressPolicy(settings.allow_networks),
             proxy=settings.leaves_by,
-            # Turns bound the deliveries; checkpoints are not to wait behind them twice.
-            in_flight_max=settings.in_flight_max + SENDING_MAX,
+            kind=settings.transport,
         )
         stack.push_async_callback(transport.aclose)
         relay = Relay(

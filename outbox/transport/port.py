@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from outbox.transport.egress import Network
 
 
-HEADER_BYTES_MAX = 16 * 1024
-"""How much of an answer's headers is kept, names and values together."""
+KEEP_ALIVE_S = 15.0
+"""An unused connection is kept so long."""
+POOLS_MAX = 1024
+"""So many targets have kept connections; those of others are closed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from outbox.transport import trial
-from outbox.transport.client import AiohttpTransport
+from outbox.transport.outbound import Outbound
 from outbox.transport.tls import system_context
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Trials:
         async with self._making:
             if self._transport is None:
                 # In a thread: reading the system's trust store takes its time.
-                self._transport = AiohttpTransport(
+                self._transport = Outbound(
                     self._policy,
                     proxy=self._proxy,
                     tls=await asyncio.to_thread(system_context),

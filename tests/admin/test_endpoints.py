@@ -14,8 +14,8 @@ from outbox.core.answer import Answer
 from outbox.core.signature import parse_secret
 from outbox.receiver.development import DevelopmentReceiver
 from outbox.transport import checking, trials
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
+from outbox.transport.outbound import Outbound
 from outbox.transport.trials import AT_ONCE_MAX, TENANT_MAX
 from tests.support.api import make_token
 from tests.support.relay import (
@@ -301,13 +301,13 @@ async def test_test_deliveries_are_few_at_once_and_fewer_of_one_tenant(
 async def test_all_test_deliveries_go_by_one_transport(
     database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[AiohttpTransport] = []
+    made: list[Outbound] = []
 
-    def make(*args: Any, **options: Any) -> AiohttpTransport:
-        made.append(AiohttpTransport(*args, **options))
+    def make(*args: Any, **options: Any) -> Outbound:
+        made.append(Outbound(*args, **options))
         return made[-1]
 
-    monkeypatch.setattr(trials, "AiohttpTransport", make)
+    monkeypatch.setattr(trials, "Outbound", make)
     await add_endpoint(database, "shop", url=URL)
     for answer in await asyncio.gather(*[api.post("/v1/endpoints/shop/test") for _ in range(4)]):
         assert answer.json["failure"] == "connect"

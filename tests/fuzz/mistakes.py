@@ -28,7 +28,17 @@ def greedy_star() -> None:
 
 def early() -> None:
     """What a receiver said before it was asked is taken for an answer."""
-    from outbox.transport.protocol import Protocol
+    from outbox.transport.wire.connection import Connection
+
+    def believing(self: Any, data: bytes) -> None:
+        self._early = (self._early or b"") + data
+
+    cast("Any", Connection)._unasked = believing
+
+
+def early_by_aiohttp() -> None:
+    """The same on aiohttp's connections."""
+    from outbox.transport.aiohttp.protocol import Protocol
 
     protocol: Any = Protocol
     received = protocol.data_received
@@ -43,9 +53,9 @@ def early() -> None:
 
 def many_headers() -> None:
     """All headers of an answer are kept, however many."""
-    from outbox.transport import client
+    from outbox.transport.wire import reading
 
-    cast("Any", client).HEADER_BYTES_MAX = 1 << 30
+    cast("Any", reading).HEADER_BYTES_MAX = 1 << 30
 
 
 def unsigned_time() -> None:
@@ -82,15 +92,17 @@ def hidden_bang() -> None:
 def loose_header() -> None:
     """Headers may have ends of lines in them."""
     from outbox.core import headers
-    from outbox.transport import client
+    from outbox.transport.wire import client
 
     cast("Any", headers)._VALUE = re.compile(r"[\x20-\x7e\t\r\n]*")
 
-    def head(destination: Any, request: Any) -> bytes:
+    def written(destination: Any, request: Any) -> bytes:
         lines = "".join([f"{name}: {value}\r\n" for name, value in request.headers])
-        return f"{destination.head}{lines}Content-Length: {len(request.body)}\r\n\r\n".encode()
+        length = f"Content-Length: {len(request.body)}\r\n\r\n"
+        head = f"{destination.head}{lines}{length}"
+        return head.encode() + bytes(request.body)
 
-    cast("Any", client)._head = head
+    cast("Any", client).written = written
 
 
 def told_password() -> None:
@@ -128,6 +140,7 @@ def any_address() -> None:
 MISTAKES: dict[str, tuple[str, Callable[[], None]]] = {
     "any-address": ("urls", any_address),
     "early": ("answers", early),
+    "early-by-aiohttp": ("answers", early_by_aiohttp),
     "greedy-star": ("patterns", greedy_star),
     "inner-filter": ("filters", hidden_bang),
     "long-number": ("api", long_number),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
+from outbox.transport.outbound import Outbound
 from tests.support.relay import add_endpoint, all_ended, exceptions, fetchval, publish, running
 from tests.support.tcp import free_port
 from tests.support.waiting import until
@@ -149,7 +149,7 @@ LOGGED = {
 async def delivering(database: Database) -> AsyncIterator[None]:
     """A relay that speaks HTTP."""
     policy = EgressPolicy((ipaddress.ip_network("127.0.0.0/8"),))
-    transport = AiohttpTransport(policy, in_flight_max=IN_FLIGHT_MAX)
+    transport = Outbound(policy)
     try:
         async with running(database, transport, in_flight_max=IN_FLIGHT_MAX):
             yield

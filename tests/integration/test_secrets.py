@@ -18,8 +18,8 @@ from outbox.store import endpoint_changes, endpoint_secrets, rekeying
 from outbox.store.endpoint_identity import set_identity
 from outbox.store.endpoint_removal import remove
 from outbox.store.vault import Vault
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
+from outbox.transport.outbound import Outbound
 from outbox.transport.tls import check_identity
 from tests.support.relay import (
     QUICK_RETRY,
@@ -150,7 +150,7 @@ async def test_a_receiver_that_wants_our_certificate_gets_it(database: Database)
     site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=context)
     await site.start()
     url = f"https://127.0.0.1:{runner.addresses[0][1]}/"
-    transport = AiohttpTransport(EgressPolicy())
+    transport = Outbound(EgressPolicy())
     try:
         await add(
             database,

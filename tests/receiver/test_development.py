@@ -11,8 +11,8 @@ from outbox.core.answer import Answer, Failure
 from outbox.core.order import Kind
 from outbox.errors import CannotRun, UsageError
 from outbox.receiver.development import DevelopmentReceiver, Fault, Handled, Outcome
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
+from outbox.transport.outbound import Outbound
 from outbox.transport.port import Request
 from tests.receiver.deliveries import OTHER, SECRET, delivery, request
 from tests.support.waiting import until
@@ -24,8 +24,8 @@ ALWAYS = 1.0
 
 
 @pytest.fixture
-async def transport() -> AsyncIterator[AiohttpTransport]:
-    transport = AiohttpTransport(EgressPolicy(["127.0.0.0/8"]))
+async def transport() -> AsyncIterator[Outbound]:
+    transport = Outbound(EgressPolicy(["127.0.0.0/8"]))
     yield transport
     await transport.aclose()
 
@@ -44,7 +44,7 @@ class Coin(random.Random):
 # ----------------------------------------------------------------- good weather
 
 
-async def test_deliveries_are_verified_counted_and_shown(transport: AiohttpTransport) -> None:
+async def test_deliveries_are_verified_counted_and_shown(transport: Outbound) -> None:
     seen: list[Handled] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
@@ -63,18 +63,18 @@ async def test_deliveries_are_verified_counted_and_shown(transport: AiohttpTrans
     assert receiver.order.lanes["a-1-0"].high == 3
 
 
-async def test_any_path_and_several_secrets(transport: AiohttpTransport) -> None:
+async def test_any_path_and_several_secrets(transport: Outbound) -> None:
     async with DevelopmentReceiver([OTHER, SECRET]).serve() as url:
         answer = await transport.send(request(f"{url}some/path?x=1", delivery(1)))
     assert answer.status == 200
 
 
-async def test_without_a_secret_signatures_are_not_looked_at(transport: AiohttpTransport) -> None:
+async def test_without_a_secret_signatures_are_not_looked_at(transport: Outbound) -> None:
     async with DevelopmentReceiver().serve() as url:
         assert (await transport.send(request(url, delivery(1), secret=OTHER))).status == 200
 
 
-async def test_a_copy_is_answered_but_processed_once(transport: AiohttpTransport) -> None:
+async def test_a_copy_is_answered_but_processed_once(transport: Outbound) -> None:
     receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
         for attempt in (1, 2, 3):
@@ -85,7 +85,7 @@ async def test_a_copy_is_answered_but_processed_once(transport: AiohttpTransport
     assert totals.good
 
 
-async def test_copies_at_once_are_processed_once(transport: AiohttpTransport) -> None:
+async def test_copies_at_once_are_processed_once(transport: Outbound) -> None:
     receiver = DevelopmentReceiver([SECRET], latency_s=0.02)
     async with receiver.serve() as url:
         await asyncio.gather(*(transport.send(request(url, delivery(1))) for _ in range(10)))
@@ -93,7 +93,7 @@ async def test_copies_at_once_are_processed_once(transport: AiohttpTransport) ->
 
 
 async def test_a_replay_of_what_is_here_closes_its_hole_and_is_dropped(
-    transport: AiohttpTransport,
+    transport: Outbound,
 ) -> None:
     """The relay gave 2 up although it had arrived, and was told to replay it."""
     seen: list[Handled] = []
@@ -117,7 +117,7 @@ async def test_a_replay_of_what_is_here_closes_its_hole_and_is_dropped(
 
 
 async def test_a_lane_that_ended_is_forgotten_and_its_late_copies_are_known(
-    transport: AiohttpTransport,
+    transport: Outbound,
 ) -> None:
     receiver = DevelopmentReceiver([SECRET], from_start=True)
     async with receiver.serve() as url:
@@ -133,7 +133,7 @@ async def test_a_lane_that_ended_is_forgotten_and_its_late_copies_are_known(
     assert (totals.accepted, totals.duplicates, totals.good) == (3, 1, True)
 
 
-async def test_what_was_seen_longest_ago_is_forgotten(transport: AiohttpTransport) -> None:
+async def test_what_was_seen_longest_ago_is_forgotten(transport: Outbound) -> None:
     receiver = DevelopmentReceiver([SECRET], seen_max=2)
     async with receiver.serve() as url:
         for n in (1, 2, 3, 1):
@@ -144,7 +144,7 @@ async def test_what_was_seen_longest_ago_is_forgotten(transport: AiohttpTranspor
 # ------------------------------------------------------------------- bad weather
 
 
-async def test_a_forgery_is_refused_and_changes_nothing(transport: AiohttpTransport) -> None:
+async def test_a_forgery_is_refused_and_changes_nothing(transport: Outbound) -> None:
     seen: list[Handled] = []
     receiver = DevelopmentReceiver([SECRET], on_request=seen.append)
     async with receiver.serve() as url:
@@ -163,7 +163,7 @@ async def test_a_forgery_is_refused_and_changes_nothing(transport: AiohttpTransp
 
 
 async def test_what_a_receiver_never_takes_is_refused_and_not_taken_in(
-    transport: AiohttpTransport,
+    transport: Outbound,
 ) -> None:
     receiver = DevelopmentReceiver(
         [SECRET], refuse=lambda message: "not even" if message.sequence % 2 else None
@@ -182,7 +182,7 @@ async def test_what_a_receiver_never_takes_is_refused_and_not_taken_in(
     assert totals.good
 
 
-async def test_missing_numbers_show(transport: AiohttpTransport) -> None:
+async def test_missing_numbers_show(transport: Outbound) -> None:
     receiver = DevelopmentReceiver([SECRET])
     async with receiver.serve() as url:
         await transport.send(request(url, delivery(1)))
@@ -193,7 +193,7 @@ async def test_missing_numbers_show(transport: AiohttpTransport) -> None:
 
 
 async def test_a_receiver_that_was_there_first_misses_the_first_ones(
-    transport: AiohttpTransport,
+    transport: Outbound,
 ) -> None:
     for from_start, missing in ((True, 4), (False, 0)):
         receiver = DevelopmentReceiver([SECRET], from_start=from_start)
@@ -202,7 +202,7 @@ async def test_a_receiver_that_was_there_first_misses_the_first_ones(
         assert receiver.totals().order.missing == missing
 
 
-async def test_only_posts_are_deliveries(transport: AiohttpTransport) -> None:
+async def test_only_posts_are_deliveries(transport: Outbound) -> None:
     receiver = DevelopmentReceiver()
     async with receiver.serve() as url:
         answer = await transport.send(Request(url, (), b"", method="PUT"))
@@ -214,7 +214,7 @@ async def test_only_posts_are_deliveries(transport: AiohttpTransport) -> None:
 
 
 async def fail(
-    transport: AiohttpTransport, fault: Fault, *, late: bool
+    transport: Outbound, fault: Fault, *, late: bool
 ) -> tuple[Answer, Handled, DevelopmentReceiver]:
     seen: list[Handled] = []
     receiver = DevelopmentReceiver(
@@ -240,7 +240,7 @@ async def fail(
 )
 @pytest.mark.parametrize("late", [False, True])
 async def test_each_fault_before_and_after_the_effect(
-    transport: AiohttpTransport, fault: Fault, status: int | None, failure: Failure, late: bool
+    transport: Outbound, fault: Fault, status: int | None, failure: Failure, late: bool
 ) -> None:
     answer, handled, receiver = await fail(transport, fault, late=late)
     assert (answer.status, answer.failure) == (status, failure)
@@ -259,7 +259,7 @@ async def test_each_fault_before_and_after_the_effect(
         assert dict(answer.headers)["Retry-After"] == "0"
 
 
-async def test_hanging_lasts_until_the_sender_gives_up(transport: AiohttpTransport) -> None:
+async def test_hanging_lasts_until_the_sender_gives_up(transport: Outbound) -> None:
     seen: list[Handled] = []
     receiver = DevelopmentReceiver(
         fail_rate=ALWAYS, faults=[Fault.HANG], rng=Coin(late=True), on_request=seen.append
@@ -275,7 +275,7 @@ async def test_hanging_lasts_until_the_sender_gives_up(transport: AiohttpTranspo
 
 
 async def test_a_sender_that_tries_again_gets_everything_through_once(
-    transport: AiohttpTransport, seed: int
+    transport: Outbound, seed: int
 ) -> None:
     receiver = DevelopmentReceiver(
         [SECRET], fail_rate=0.5, rng=random.Random(seed), from_start=True
@@ -294,7 +294,7 @@ async def test_a_sender_that_tries_again_gets_everything_through_once(
     assert totals.duplicates == totals.lost
 
 
-async def test_the_same_seed_fails_the_same_requests(transport: AiohttpTransport) -> None:
+async def test_the_same_seed_fails_the_same_requests(transport: Outbound) -> None:
     runs: list[list[Fault | None]] = []
     for _ in range(2):
         seen: list[Handled] = []
@@ -327,7 +327,7 @@ async def test_a_taken_port_is_one_line() -> None:
                 pass
 
 
-async def test_a_hanging_answer_does_not_hold_up_the_end(transport: AiohttpTransport) -> None:
+async def test_a_hanging_answer_does_not_hold_up_the_end(transport: Outbound) -> None:
     seen: list[Handled] = []
     receiver = DevelopmentReceiver(fail_rate=ALWAYS, faults=[Fault.HANG], on_request=seen.append)
     async with receiver.serve() as url:

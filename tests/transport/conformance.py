@@ -17,7 +17,8 @@ import pytest
 
 from outbox.core.answer import BODY_BYTES_MAX, DETAIL_CHARS_MAX, Answer, Failure, summary
 from outbox.transport.egress import EgressPolicy
-from outbox.transport.port import HEADER_BYTES_MAX, Request, Transport
+from outbox.transport.limits import HEADER_BYTES_MAX
+from outbox.transport.port import Request, Transport
 from tests.support.waiting import until
 from tests.transport.servers import OK, Connection, RawServer, answering, serving
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = EgressPolicy(["127.0.0.0/8"])
 SHORT_S = 0.2
+EARLY_S = 0.005
+"""uvloop counts milliseconds, and from when it last looked at the clock."""
 
 
 class Make(Protocol):
@@ -43,7 +46,6 @@ class Make(Protocol):
         self,
         policy: EgressPolicy = ...,
         *,
-        in_flight_max: int = ...,
         tls: ssl.SSLContext | None = ...,
         hosts: Mapping[str, list[str] | None] | None = ...,
         proxy: Proxy | None = ...,
@@ -424,7 +426,7 @@ class TransportConformance:
             await until(lambda: server.closed_by_peer == 1)
         assert (answer.status, answer.failure) == (None, Failure.TIMEOUT)
         assert f"{SHORT_S:g} s" in answer.detail
-        assert SHORT_S <= answer.elapsed_s < 20 * SHORT_S
+        assert SHORT_S - EARLY_S <= answer.elapsed_s < 20 * SHORT_S
 
     async def test_a_receiver_that_drips_its_head(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
@@ -450,7 +452,7 @@ class TransportConformance:
             answer = await transport.send(short(server))
         assert (answer.status, answer.failure) == (200, None)
         assert "cut short" in answer.detail
-        assert SHORT_S <= answer.elapsed_s < 20 * SHORT_S
+        assert SHORT_S - EARLY_S <= answer.elapsed_s < 20 * SHORT_S
 
     async def test_a_receiver_that_does_not_read(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
@@ -544,27 +546,6 @@ class TransportConformance:
                 *(transport.send(to(server, body=body)) for body in bodies)
             )
         assert [answer.body for answer in answers] == bodies
-
-    async def test_no_more_are_in_flight_than_allowed(self, make: Make) -> None:
-        gate = asyncio.Event()
-
-        async def script(connection: Connection) -> None:
-            while True:
-                await connection.request()
-                await gate.wait()
-                await connection.send(OK)
-
-        transport = make(LOOPBACK, in_flight_max=2)
-        async with serving(script) as server:
-            sending = [asyncio.create_task(transport.send(to(server))) for _ in range(5)]
-            await until(lambda: len(server.received) == 2)
-            async with closing(make(LOOPBACK)) as other:
-                await meanwhile(other)
-            assert len(server.received) == 2
-            gate.set()
-            assert [(await task).status for task in sending] == [200] * 5
-            assert server.connections == 2
-            await transport.aclose()
 
     async def test_cancelling_closes_the_connection(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.answer import BODY_BYTES_MAX, DETAIL_CHARS_MAX, Failure
-from outbox.transport.port import HEADER_BYTES_MAX
+from outbox.transport.limits import HEADER_BYTES_MAX
 from tests.support.hostile import BOMB, OUTCOMES, SCRIPTS
 from tests.support.waiting import until
 from tests.transport.conformance import LOOPBACK, Make, closing, meanwhile, to

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 from outbox.core.answer import Failure
 from outbox.errors import UsageError
 from outbox.transport import pem
-from outbox.transport.client import AiohttpTransport
+from outbox.transport.outbound import Outbound
 from outbox.transport.port import Tls
 from outbox.transport.tls import check_ca, check_identity, context_for
 from tests.transport.authority import Authority
@@ -223,7 +223,7 @@ async def test_the_usual_kinds_are_taken_and_work(what: str, form: PrivateFormat
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     async with (
         serving(answering(OK), context) as server,
-        closing(AiohttpTransport(LOOPBACK)) as transport,
+        closing(Outbound(LOOPBACK)) as transport,
     ):
         answer = await transport.send(
             to(server, tls=Tls(ca=us.pem, identity=own + text(key, form)))
@@ -289,7 +289,7 @@ async def test_a_hostile_identity_in_the_table_fails_its_own_endpoint_alone() ->
     us = Authority("us")
     async with (
         serving(answering(OK), us.server("127.0.0.1")) as server,
-        closing(AiohttpTransport(LOOPBACK)) as transport,
+        closing(Outbound(LOOPBACK)) as transport,
     ):
         hostile = await transport.send(
             to(server, tls=Tls(ca=us.pem, identity=mersenne(2203, 2281)))

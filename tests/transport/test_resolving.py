@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from outbox.core.answer import Failure
 from outbox.transport import ares, resolving
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
+from outbox.transport.outbound import Outbound
 from outbox.transport.resolving import ADDRESSES_MAX, LOOKUPS_MAX, Names, Unresolved
 from tests.support.waiting import until
 from tests.transport.conformance import LOOPBACK, closing, to
@@ -138,7 +138,7 @@ async def test_a_thousand_addresses_are_not_all_looked_at() -> None:
 )
 async def test_of_a_dns_answer_what_is_allowed_is_used(said: list[str], status: int | None) -> None:
     async with naming({"some.example": said}) as dns, serving(answering(OK)) as server:
-        transport = AiohttpTransport(LOOPBACK, resolver=Names(**dns.options))
+        transport = Outbound(LOOPBACK, resolver=Names(**dns.options))
         async with closing(transport):
             answer = await transport.send(to(f"http://some.example:{server.port}/"))
     assert answer.status == status
@@ -151,7 +151,7 @@ async def test_three_hundred_names_that_never_answer_hold_up_nobody() -> None:
         naming(good | {name: [] for name in SLOW}) as dns,
         serving(answering(OK)) as server,
         resolver(**dns.options) as names,
-        closing(AiohttpTransport(LOOPBACK, resolver=names)) as transport,
+        closing(Outbound(LOOPBACK, resolver=names)) as transport,
     ):
 
         async def took_s(numbers: range) -> list[float]:
@@ -244,7 +244,7 @@ async def test_literals_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError
 
     monkeypatch.setattr(Names, "resolve", never)
-    async with closing(AiohttpTransport(EgressPolicy())) as transport:
+    async with closing(Outbound(EgressPolicy())) as transport:
         started = time.monotonic()
         answer = await transport.send(to("https://[::1]/"))
         assert answer.failure is Failure.EGRESS_REFUSED

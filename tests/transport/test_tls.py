@@ -26,8 +26,8 @@ from outbox.config import Settings
 from outbox.core.answer import Failure
 from outbox.errors import UsageError
 from outbox.transport import contexts
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.contexts import Contexts
+from outbox.transport.outbound import Outbound
 from outbox.transport.port import Request, Tls
 from outbox.transport.tls import (
     check_ca,
@@ -221,7 +221,7 @@ async def test_openssls_variables_say_whom_to_trust_and_not_whether(
             monkeypatch.setenv("SSL_CERT_DIR", str(empty))
             for name in ("PYTHONHTTPSVERIFY", "SSL_NO_VERIFY", "NODE_TLS_REJECT_UNAUTHORIZED"):
                 monkeypatch.setenv(name, "0")
-            async with closing(AiohttpTransport(LOOPBACK)) as transport:
+            async with closing(Outbound(LOOPBACK)) as transport:
                 answer = await transport.send(to(server))
             assert answer.status == expected
             assert answer.failure is (None if expected else Failure.TLS)
@@ -232,7 +232,7 @@ async def test_a_servers_own_certificate_can_be_trusted_alone(authority: Authori
     context = authority.server("127.0.0.1")
     async with serving(answering(OK), context) as server:
         leaf = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", server.port))
-        async with closing(AiohttpTransport(LOOPBACK)) as ours:
+        async with closing(Outbound(LOOPBACK)) as ours:
             assert (await ours.send(to(server, tls=Tls(ca=leaf)))).status == 200
             assert (await ours.send(to(server, tls=Tls()))).failure is Failure.TLS
 
@@ -333,7 +333,7 @@ async def test_a_receiver_that_wants_a_certificate_is_told_of(authority: Authori
         await connection.send(outgoing.read())
         await connection.closed_by_peer()
 
-    async with serving(script) as server, closing(AiohttpTransport(LOOPBACK)) as transport:
+    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
         answer = await transport.send(
             to(f"https://127.0.0.1:{server.port}/", tls=Tls(ca=authority.pem))
         )

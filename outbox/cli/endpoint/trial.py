@@ -43,13 +43,13 @@ def test(ctx: click.Context, settings: Settings, name: str, as_json: bool) -> No
 
     async def go() -> Trial:
         # Imported here: no other command of these needs an HTTP client.
-        from outbox.transport.client import AiohttpTransport
+        from outbox.transport.outbound import Outbound
         from outbox.transport.trial import attempt
 
         async with database(settings) as connection:
             endpoint = await destinations.find(connection, settings.schema_name, name, vault)
         policy = policy_of(settings)
-        transport = AiohttpTransport(policy, proxy=settings.leaves_by)
+        transport = Outbound(policy, proxy=settings.leaves_by)
         try:
             return await attempt(transport, endpoint)
         finally:

@@ -21,9 +21,10 @@ from outbox.core.answer import (
     retry_after_s,
     summary,
 )
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
-from outbox.transport.port import HEADER_BYTES_MAX, Request
+from outbox.transport.limits import HEADER_BYTES_MAX
+from outbox.transport.outbound import Outbound
+from outbox.transport.port import Request
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
 from tests.fuzz.wire import MemoryLoop, Wire, segments
@@ -31,6 +32,9 @@ from tests.fuzz.wire import MemoryLoop, Wire, segments
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from outbox.transport.outbound import Kind
+
+KINDS: tuple[Kind, ...] = ("wire", "aiohttp")
 REQUESTS_MAX = 3
 TIMEOUT_S = 15.0
 SUMMARY_BYTES_MAX = 32 * 1024
@@ -54,25 +58,26 @@ def answers(raw: bytes) -> None:
     scripts: list[list[bytes | int]] = []
     while not data.is_empty and len(scripts) < REQUESTS_MAX:
         scripts.append(segments(data.raw(), drip=drip))
-    _LOOP.run(_judge(scripts))
+    for kind in KINDS:
+        _LOOP.run(_judge(kind, scripts))
 
 
-async def _judge(scripts: Sequence[list[bytes | int]]) -> None:
-    together = [each async for each in _asked(scripts)]
+async def _judge(kind: Kind, scripts: Sequence[list[bytes | int]]) -> None:
+    together = [each async for each in _asked(kind, scripts)]
     for answer in together:
         _look(answer)
     # Of each request by itself, over a connection on which nothing was said before.
     for i, script in enumerate(scripts[1:], 1):
-        (alone,) = [each async for each in _asked([script])]
+        (alone,) = [each async for each in _asked(kind, [script])]
         hold(
             _content(together[i]) == _content(alone),
             f"request {i} was answered {_content(together[i])}, and alone {_content(alone)}",
         )
 
 
-async def _asked(scripts: Sequence[list[bytes | int]]) -> AsyncIterator[Answer]:
+async def _asked(kind: Kind, scripts: Sequence[list[bytes | int]]) -> AsyncIterator[Answer]:
     """The answers to as many requests over one transport."""
-    transport = AiohttpTransport(_POLICY, tls=_TLS)
+    transport = Outbound(_POLICY, tls=_TLS, kind=kind)
     loop = asyncio.get_running_loop()
     assert isinstance(loop, MemoryLoop)
     playing: list[asyncio.Task[None]] = []
@@ -126,7 +131,7 @@ OK = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 TARGETS = (
     Target(
         name="answers",
-        looks_into=("outbox.transport.client", "outbox.transport.connector", "outbox.core.answer"),
+        looks_into=("outbox.transport.aiohttp", "outbox.transport.wire", "outbox.core.answer"),
         one=answers,
         seeds=(
             fields("0" + OK, OK, "HTTP/1.1 503 Busy\r\nRetry-After: 7\r\n\r\n\x1c"),

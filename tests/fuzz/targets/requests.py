@@ -14,8 +14,8 @@ from outbox.core.event import encode_headers
 from outbox.core.headers import own
 from outbox.core.request import Delivery, prepare
 from outbox.errors import UsageError
-from outbox.transport.client import AiohttpTransport
 from outbox.transport.egress import EgressPolicy
+from outbox.transport.outbound import Outbound
 from outbox.transport.port import Request
 from tests.fuzz.data import Data, fields, is_text
 from tests.fuzz.target import Broken, Target, hold
@@ -87,7 +87,7 @@ def _send(request: Request, wires: list[Wire]) -> Failure | None:
         _LOOP.call_soon(wire.feed, b"HTTP/1.1 204 No Content\r\n\r\n")
 
     async def send() -> None:
-        transport = AiohttpTransport(_POLICY, tls=_TLS, resolver=_Anywhere())
+        transport = Outbound(_POLICY, tls=_TLS, resolver=_Anywhere())
         try:
             failures.append((await transport.send(request)).failure)
         finally:
@@ -124,7 +124,7 @@ def _judge(written: bytes, method: str, headers: tuple[tuple[str, str], ...], bo
 TARGETS = (
     Target(
         name="requests",
-        looks_into=("outbox.transport.client", "outbox.transport.egress", "outbox.core.headers"),
+        looks_into=("outbox.transport", "outbox.core.headers"),
         one=requests,
         seeds=(
             fields("0/hook?a=%20b&c", "order-7", '1X-Api-Key', "secret", '{"a":1}'),

@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from dataclasses import dataclass
-from functools import lru_cache
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import aiohttp
 from aiohttp.http import HttpProcessingError
-from yarl import URL
 
 from outbox.core.answer import BODY_BYTES_MAX, Answer, Failure
-from outbox.errors import UsageError
-from outbox.transport.connector import Connector, Target
-from outbox.transport.contexts import SYSTEM_MAX, Contexts
-from outbox.transport.port import HEADER_BYTES_MAX, NotConnected
-from outbox.transport.resolving import Names
+from outbox.transport.aiohttp.connector import Connector
+from outbox.transport.limits import HEADER_BYTES_MAX
+from outbox.transport.port import NotConnected
 from outbox.transport.tls import reason
+from outbox.transport.writing import written
 
 if TYPE_CHECKING:
     from aiohttp import StreamReader
@@ -38,88 +35,38 @@ if TYPE_CHECKING:
     from aiohttp.http import RawResponseMessage
 
     from outbox.core.answer import Headers
-    from outbox.transport.egress import EgressPolicy, Network
-    from outbox.transport.port import Request, Tls
-    from outbox.transport.protocol import Protocol
-    from outbox.transport.resolving import Resolver
-    from outbox.web.proxy import Proxy
+    from outbox.transport.aiohttp.protocol import Protocol
+    from outbox.transport.connecting import Connecting
+    from outbox.transport.destinations import Destination
+    from outbox.transport.port import Request
 
-IN_FLIGHT_MAX = 1000
-KEEP_ALIVE_S = 15.0
 CANCELLED = "the request was called off"
-DESTINATIONS_MAX = 1024
-"""So many URLs are remembered in the form that the connector wants."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Destination:
-    """A URL as it goes to the connector and on the wire."""
-
-    target: Target
-    head: str
-    """The request line and Host."""
-
-
-class AiohttpTransport:
-    """A `Transport`; use it in the event loop that it was made in.
+class AiohttpClient:
+    """A `Client`; use it in the event loop that it was made in.
 
     Args:
-        proxy: connects to receivers outside of open networks.
-        in_flight_max: so many requests are on the wire; a further `send` waits
-            for its turn, and its time-outs start when that comes.
-        tls: in place of the system's trust store, for endpoints without their own.
-        resolver: in place of c-ares.
         keep_alive_s: an unused connection is kept so long; None: not at all.
-        contexts_max: so many contexts are kept of endpoints that have an identity and no
-            trust of their own.
     """
 
-    def __init__(
-        self,
-        policy: EgressPolicy,
-        *,
-        proxy: Proxy | None = None,
-        in_flight_max: int = IN_FLIGHT_MAX,
-        tls: ssl.SSLContext | None = None,
-        resolver: Resolver | None = None,
-        keep_alive_s: float | None = KEEP_ALIVE_S,
-        contexts_max: int = SYSTEM_MAX,
-    ) -> None:
-        self._policy = policy
-        self._proxied = proxy is not None
-        self._turns = asyncio.Semaphore(in_flight_max)
-        self._resolver = resolver or Names()
-        self._contexts = Contexts(tls, system_max=contexts_max)
-        self._connector = Connector(
-            policy, self._resolver, self._contexts, proxy, keep_alive_s=keep_alive_s
-        )
-        self._destination = lru_cache(DESTINATIONS_MAX)(self._find_destination)
-
-    async def send(self, request: Request) -> Answer:
-        """See `Transport.send`."""
-        async with self._turns:
-            return await self._send(request)
+    def __init__(self, connecting: Connecting, keep_alive_s: float | None) -> None:
+        self._connector = Connector(connecting, keep_alive_s=keep_alive_s)
 
     async def aclose(self) -> None:
-        """See `Transport.aclose`."""
+        """See `Client.aclose`."""
         await self._connector.close()
-        await self._resolver.aclose()
-        self._contexts.close()
 
-    async def _send(self, request: Request) -> Answer:
-        clock = asyncio.get_running_loop().time
-        start = clock()
+    async def send(self, destination: Destination, request: Request) -> Answer:
+        """See `Client.send`."""
+        start = monotonic()
         connection: Connection | None = None
         message: RawResponseMessage | None = None
         body = bytearray()
         failure: Failure | None = None
         detail = ""
         try:
-            self._policy.check_url(request.url, request.networks)
             async with asyncio.timeout(request.total_timeout_s):
-                destination = self._destination(
-                    request.method, request.url, request.networks, request.tls
-                )
                 connection = await self._connector.open(
                     destination.target, request.connect_timeout_s
                 )
@@ -133,7 +80,7 @@ class AiohttpTransport:
                 raise
             # Not of a class of its own, which `asyncio.timeout` of Python 3.11 does not know.
             raise asyncio.CancelledError(
-                _answer(message, clock() - start, body, CANCELLED)
+                _answer(message, monotonic() - start, body, CANCELLED)
             ) from None
         except Exception as error:
             failure, detail = _explain(error, request)
@@ -142,54 +89,25 @@ class AiohttpTransport:
             # runs when this task is cancelled.
             if connection is not None:
                 _close(connection)
-        elapsed_s = clock() - start
+        elapsed_s = monotonic() - start
         if message is None:
             return Answer.failed(failure or Failure.INTERNAL, detail, elapsed_s)
         return _answer(message, elapsed_s, body, None if failure is None else detail)
 
-    def _find_destination(
-        self, method: str, text: str, networks: tuple[Network, ...], tls: Tls | None
-    ) -> _Destination:
-        url = URL(text)
-        host, port = url.raw_host, url.port
-        assert host is not None
-        assert port is not None
-        secure = url.scheme == "https"
-        target = Target(
-            secure=secure,
-            host=host,
-            port=port,
-            networks=networks,
-            tls=tls if secure else None,
-            by_proxy=self._proxied and self._policy.by_proxy(host, tls=secure, networks=networks),
-        )
-        head = f"{method} {url.raw_path_qs} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n"
-        return _Destination(target, head)
-
 
 async def _exchange(
-    connection: Connection, destination: _Destination, request: Request
+    connection: Connection, destination: Destination, request: Request
 ) -> tuple[RawResponseMessage, StreamReader]:
     """Write the request, and wait for the head of its answer."""
     protocol, transport = _protocol(connection), connection.transport
     if transport is None:
         raise ConnectionResetError("the connection was closed before the request")
+    data = written(destination, request)
     protocol.ask(request.method)
     # In one piece: two writes would be two packets.  What does not fit waits
     # in the transport, while an early answer can be read already.
-    transport.write(_head(destination, request) + request.body)
+    transport.write(data)
     return await protocol.answer()
-
-
-def _head(destination: _Destination, request: Request) -> bytes:
-    lines = "".join([f"{name}: {value}\r\n" for name, value in request.headers])
-    count = len(request.headers)
-    if lines.count("\n") != count or lines.count("\r") != count or "\0" in lines:
-        raise ValueError("a header holds a line break")
-    return (
-        f"{destination.head}{lines}Accept-Encoding: identity\r\n"
-        f"Content-Length: {len(request.body)}\r\n\r\n"
-    ).encode()
 
 
 async def _read(payload: StreamReader, body: bytearray) -> None:
@@ -251,8 +169,6 @@ def _explain(error: Exception, request: Request) -> tuple[Failure, str]:
     match error:
         case NotConnected():
             return error.failure, error.detail
-        case UsageError():
-            return Failure.EGRESS_REFUSED, str(error)
         case TimeoutError():
             return Failure.TIMEOUT, f"not answered within {request.total_timeout_s:g} s"
         case aiohttp.ClientOSError() if isinstance(error.__cause__, ssl.SSLError):

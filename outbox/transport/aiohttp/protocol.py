@@ -25,6 +25,16 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.http import HttpProcessingError
 
 from outbox.core.answer import BODY_BYTES_MAX
+from outbox.transport.limits import (
+    BODY_RAW_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    HEADER_COUNT_MAX,
+    INTERIM_MAX,
+    TOO_LARGE_HEAD,
+    TOO_LARGE_WRAPPING,
+    TOO_MANY_INTERIMS,
+    is_interim,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -32,13 +42,6 @@ if TYPE_CHECKING:
     from aiohttp import StreamReader
     from aiohttp.http import RawResponseMessage
 
-HEAD_BYTES_MAX = 64 * 1024
-"""For the heads of an answer and of all that came before it, together."""
-HEADER_COUNT_MAX = 128
-INTERIM_MAX = 32
-"""So many answers with a status of 1xx are passed over."""
-BODY_RAW_BYTES_MAX = 4 * BODY_BYTES_MAX
-"""For a body with what it is wrapped in: chunks, their extensions, trailers."""
 _HEAD_END = b"\r\n\r\n"
 
 
@@ -76,7 +79,7 @@ class Protocol(ResponseHandler):
         """
         while True:
             message, body = await self.read()
-            if not _interim(message):
+            if not is_interim(message.code):
                 return message, body
 
     def answered(self) -> None:
@@ -86,12 +89,12 @@ class Protocol(ResponseHandler):
     def feed_data(self, data: tuple[RawResponseMessage, StreamReader], size: int = 0) -> None:
         """Called by the parser with every head that it has read."""
         if self._body is None:
-            if not _interim(data[0]):
+            if not is_interim(data[0].code):
                 self._left, self._body = BODY_RAW_BYTES_MAX, data[1]
             elif self._interims < INTERIM_MAX:
                 self._interims += 1
             else:
-                self._give_up(f"more than {INTERIM_MAX} answers before the answer")
+                self._give_up(TOO_MANY_INTERIMS)
                 return
         super().feed_data(data, size)
 
@@ -129,17 +132,10 @@ class Protocol(ResponseHandler):
         """Read no more, and tell whoever waits for more."""
         self.force_close()
         if self._body is None:
-            self._give_up(f"a head of over {HEAD_BYTES_MAX} bytes")
+            self._give_up(TOO_LARGE_HEAD)
         elif self._body.total_bytes < BODY_BYTES_MAX and not self._body.is_eof():
-            self._body.set_exception(
-                aiohttp.ClientPayloadError(f"it takes over {BODY_RAW_BYTES_MAX} bytes to send")
-            )
+            self._body.set_exception(aiohttp.ClientPayloadError(TOO_LARGE_WRAPPING))
 
     def _give_up(self, why: str) -> None:
         self._left = 0  # What still comes is not looked at.
         self.set_exception(HttpProcessingError(message=why))
-
-
-def _interim(message: RawResponseMessage) -> bool:
-    """Whether it comes before the answer and is passed over; 101 is an answer."""
-    return 100 <= message.code <= 199 and message.code != 101

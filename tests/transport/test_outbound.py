@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.transport import connector
-from outbox.transport.client import AiohttpTransport
+from outbox.transport.aiohttp import connector
+from outbox.transport.outbound import Outbound
 from outbox.transport.resolving import Unresolved
+from outbox.transport.wire import pools
 from tests.transport.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.transport.guarding import Guarding, authority, connected
 from tests.transport.receivers import HostileReceivers
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from outbox.transport.egress import EgressPolicy
+    from outbox.transport.outbound import Kind
     from outbox.web.proxy import Proxy
 
 
@@ -44,32 +46,46 @@ class Hosts:
         pass
 
 
-class TestAiohttp(TransportConformance, Guarding, HostileReceivers):
+class _Making:
+    kind: Kind
+
     @pytest.fixture
     def make(self) -> Make:
         def make(
             policy: EgressPolicy = LOOPBACK,
             *,
-            in_flight_max: int = 1000,
             tls: ssl.SSLContext | None = None,
             hosts: Mapping[str, list[str] | None] | None = None,
             proxy: Proxy | None = None,
-        ) -> AiohttpTransport:
+        ) -> Outbound:
             resolver = None if hosts is None else Hosts(hosts)
-            return AiohttpTransport(
-                policy, proxy=proxy, in_flight_max=in_flight_max, tls=tls, resolver=resolver
-            )
+            return Outbound(policy, proxy=proxy, kind=self.kind, tls=tls, resolver=resolver)
 
         return make
 
 
+class TestWire(_Making, TransportConformance, Guarding, HostileReceivers):
+    kind = "wire"
+
+
+class TestWireOnUvloop(_Making, TransportConformance, HostileReceivers):
+    """As relays run; what is guarded depends on no loop."""
+
+    kind = "wire"
+
+
+class TestAiohttp(_Making, TransportConformance, Guarding, HostileReceivers):
+    kind = "aiohttp"
+
+
+@pytest.mark.parametrize("kind", ["wire", "aiohttp"])
 async def test_kept_connections_are_those_of_a_bounded_number_of_targets(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     """Of the one that was used longest ago they are closed; what is in use stays."""
-    monkeypatch.setattr(connector, "POOLS_MAX", 2)
+    monkeypatch.setattr(pools if kind == "wire" else connector, "POOLS_MAX", 2)
     async with AsyncExitStack() as stack:
-        transport = await stack.enter_async_context(closing(AiohttpTransport(LOOPBACK)))
+        transport = await stack.enter_async_context(closing(Outbound(LOOPBACK, kind=kind)))
         servers = [await stack.enter_async_context(serving(answering(OK))) for _ in range(3)]
         for n in (0, 1, 0, 2):
             assert (await transport.send(to(servers[n]))).status == 200

@@ -1,13 +1,7 @@
-"""Connections: resolved, guarded, encrypted, and kept apart.
+"""How a connection comes about: resolved, guarded, encrypted.
 
-aiohttp's pool keeps them; how one comes about is told here, because a
-connector of aiohttp's does not know for whom it connects.  The guard is asked
-about the final address of every connection, whatever it came from, and right
-before it is opened.
-
-A kept connection is one of the `Target` that it was made for, and of no other:
-what is open for one endpoint, or trusted by it, or says who we are, is nothing
-to its neighbour with the same URL.
+The guard is asked about the final address of every connection, whatever it came from, and
+right before it is opened.
 """
 
 from __future__ import annotations
@@ -18,16 +12,14 @@ import os
 import socket
 import ssl
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import aiohttp
 from aiohappyeyeballs import start_connection
 
 from outbox.core.answer import Failure
 from outbox.errors import UsageError
 from outbox.transport.egress import literal
 from outbox.transport.port import NotConnected
-from outbox.transport.protocol import Protocol
 from outbox.transport.resolving import Unresolved
 from outbox.transport.tls import reason, system_context
 from outbox.transport.tunnel import Tunnel
@@ -35,16 +27,14 @@ from outbox.transport.tunnel import Tunnel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from aiohttp.connector import Connection
-
     from outbox.transport.contexts import Contexts
     from outbox.transport.egress import EgressPolicy, Network
     from outbox.transport.port import Tls
     from outbox.transport.resolving import Resolver
     from outbox.web.proxy import Proxy
 
-POOLS_MAX = 1024
-"""So many targets have kept connections; those of others are closed."""
+P = TypeVar("P", bound=asyncio.Protocol)
+
 ADDRESSES_TRIED_MAX = 4
 """A name may have a thousand addresses at which nobody answers."""
 NEXT_ADDRESS_S = 0.25
@@ -76,11 +66,11 @@ class Target:
         return self.secure
 
 
-class Connector(aiohttp.BaseConnector):
-    """Pools of connections.
+class Connecting:
+    """Opens connections.
 
     Args:
-        keep_alive_s: an unused connection is kept so long; None: not at all.
+        proxy: connects to receivers outside of open networks.
     """
 
     def __init__(
@@ -88,76 +78,43 @@ class Connector(aiohttp.BaseConnector):
         policy: EgressPolicy,
         resolver: Resolver,
         contexts: Contexts,
-        proxy: Proxy | None,
-        *,
-        keep_alive_s: float | None,
+        proxy: Proxy | None = None,
     ) -> None:
-        if keep_alive_s is None:
-            super().__init__(limit=0, force_close=True)
-        else:
-            super().__init__(limit=0, keepalive_timeout=keep_alive_s)
         self._policy = policy
         self._resolver = resolver
         self._contexts = contexts
         self._proxy = proxy
         self._to_proxy = system_context() if proxy is not None and proxy.secure else None
-        self._factory: Any = functools.partial(Protocol, self._loop)
+        self._loop = asyncio.get_running_loop()
 
-    async def open(self, target: Target, timeout_s: float) -> Connection:
-        """A kept connection on which it is quiet, or a new one.
+    async def open(self, target: Target, factory: Callable[[], P], timeout_s: float) -> P:
+        """A new connection, which is what `factory` made.
 
         Raises:
             NotConnected: there is none.
         """
-        if self.closed:
-            raise NotConnected(Failure.RESET, "the transport is closed")
-        timeout = _timeout(timeout_s)
-        while True:
-            connection = await self.connect(cast("Any", target), [], timeout)
-            protocol = cast("Protocol | None", connection.protocol)
-            if protocol is None or not protocol.used or not protocol.should_close:
-                return connection
-            connection.close()
-
-    def _release(self, key: Any, protocol: Any, *, should_close: bool = False) -> None:
-        super()._release(key, protocol, should_close=should_close)
-        if len(self._conns) > POOLS_MAX:
-            # A pool goes when its last connection is taken and comes back
-            # with it, so the first one is that which was used longest ago.
-            for kept, _ in self._conns.pop(next(iter(self._conns))):
-                kept.close()
-
-    async def _create_connection(
-        self,
-        req: Any,
-        traces: Any,
-        timeout: aiohttp.ClientTimeout,  # noqa: ASYNC109 (aiohttp calls it)
-    ) -> Protocol:
-        target: Target = req
         try:
-            async with asyncio.timeout(timeout.sock_connect) as limit:
+            async with asyncio.timeout(timeout_s) as limit:
                 if target.by_proxy:
-                    return await self._by_proxy(target)
-                return await self._directly(target)
+                    return await self._by_proxy(target, factory)
+                return await self._directly(target, factory)
         except TimeoutError as error:
             if not limit.expired():
                 raise _failed(error, target.host, target.port) from error
-            raise NotConnected(
-                Failure.TIMEOUT, f"no connection within {timeout.sock_connect:g} s"
-            ) from None
+            raise NotConnected(Failure.TIMEOUT, f"no connection within {timeout_s:g} s") from None
         except (OSError, UsageError) as error:
             raise _failed(error, target.host, target.port) from error
 
-    async def _directly(self, target: Target) -> Protocol:
+    async def _directly(self, target: Target, factory: Callable[[], P]) -> P:
         context = await self._contexts.get(target.tls) if target.secure else None
         refusal = functools.partial(
             self._policy.refusal, port=target.port, tls=target.secure, networks=target.networks
         )
         reached = await self._reach(target.host, target.port, refusal)
-        _, protocol = await self._speak(self._factory, reached, context, target.host)
-        return cast("Protocol", protocol)
+        _, protocol = await self._speak(factory, reached, context, target.host)
+        return protocol
 
-    async def _by_proxy(self, target: Target) -> Protocol:
+    async def _by_proxy(self, target: Target, factory: Callable[[], P]) -> P:
         proxy = self._proxy
         assert proxy is not None
         # Of names the proxy finds the addresses; the rest can be said here.
@@ -174,8 +131,8 @@ class Connector(aiohttp.BaseConnector):
             failed = failed or _failed(error, proxy.host, proxy.port)
             raise NotConnected(Failure.CONNECT, f"the proxy: {failed.detail}") from error
         try:
-            await cast("Tunnel", tunnel).open(proxy, target.host, target.port)
-            protocol: Protocol = self._factory()
+            await tunnel.open(proxy, target.host, target.port)
+            protocol = factory()
             inner = await self._loop.start_tls(
                 transport,
                 protocol,
@@ -214,8 +171,12 @@ class Connector(aiohttp.BaseConnector):
         )
 
     async def _speak(
-        self, factory: Any, reached: socket.socket, context: ssl.SSLContext | None, host: str
-    ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
+        self,
+        factory: Callable[[], P],
+        reached: socket.socket,
+        context: ssl.SSLContext | None,
+        host: str,
+    ) -> tuple[asyncio.Transport, P]:
         if context is None:
             return await self._loop.create_connection(factory, sock=reached)
         return await self._loop.create_connection(
@@ -225,12 +186,6 @@ class Connector(aiohttp.BaseConnector):
             server_hostname=_name(host),
             ssl_shutdown_timeout=GOODBYE_S,
         )
-
-
-@functools.lru_cache(1024)
-def _timeout(connect_s: float) -> aiohttp.ClientTimeout:
-    # Not aiohttp's own for connecting, which it rounds to whole seconds.
-    return aiohttp.ClientTimeout(connect=None, sock_connect=connect_s)
 
 
 def _info(address: str, port: int) -> Any:

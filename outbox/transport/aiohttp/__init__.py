@@ -1,0 +1,1 @@
+"""The transport on aiohttp's connections and parser."""

@@ -1,0 +1,94 @@
+"""The transport: straight to receivers, or by a proxy.
+
+What goes straight is the hot path, on a client of our own.  aiohttp's connections and parser
+carry what goes by a proxy, and everything where `OUTBOX_TRANSPORT` says so; one suite holds
+for both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+from outbox.core.answer import Answer, Failure
+from outbox.errors import UsageError
+from outbox.transport.aiohttp.client import AiohttpClient
+from outbox.transport.connecting import Connecting
+from outbox.transport.contexts import SYSTEM_MAX, Contexts
+from outbox.transport.destinations import Destinations
+from outbox.transport.port import KEEP_ALIVE_S
+from outbox.transport.resolving import Names
+from outbox.transport.wire.client import WireClient
+
+if TYPE_CHECKING:
+    import ssl
+
+    from outbox.transport.destinations import Destination
+    from outbox.transport.egress import EgressPolicy
+    from outbox.transport.port import Request
+    from outbox.transport.resolving import Resolver
+    from outbox.web.proxy import Proxy
+
+Kind: TypeAlias = Literal["wire", "aiohttp"]
+
+
+class Client(Protocol):
+    """Speaks HTTP with receivers."""
+
+    async def send(self, destination: Destination, request: Request) -> Answer:
+        """See `Transport.send`; the destination was looked at."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close all connections; what is in flight fails."""
+        ...
+
+
+class Outbound:
+    """A `Transport`; use it in the event loop that it was made in.
+
+    Args:
+        proxy: connects to receivers outside of open networks.
+        kind: how what goes straight is sent.
+        tls: in place of the system's trust store, for endpoints without their own.
+        resolver: in place of c-ares.
+        keep_alive_s: an unused connection is kept so long; None: not at all.
+        contexts_max: so many contexts are kept of endpoints that have an identity and no
+            trust of their own.
+    """
+
+    def __init__(
+        self,
+        policy: EgressPolicy,
+        *,
+        proxy: Proxy | None = None,
+        kind: Kind = "wire",
+        tls: ssl.SSLContext | None = None,
+        resolver: Resolver | None = None,
+        keep_alive_s: float | None = KEEP_ALIVE_S,
+        contexts_max: int = SYSTEM_MAX,
+    ) -> None:
+        self._destinations = Destinations(policy, proxied=proxy is not None)
+        self._resolver = resolver or Names()
+        self._contexts = Contexts(tls, system_max=contexts_max)
+        connecting = Connecting(policy, self._resolver, self._contexts, proxy)
+        self._by_aiohttp = AiohttpClient(connecting, keep_alive_s)
+        wire = kind == "wire"
+        self._straight: Client = WireClient(connecting, keep_alive_s) if wire else self._by_aiohttp
+        self._loop = asyncio.get_running_loop()
+
+    async def send(self, request: Request) -> Answer:
+        """See `Transport.send`."""
+        try:
+            destination = self._destinations.of(request)
+        except UsageError as error:
+            return Answer.failed(Failure.EGRESS_REFUSED, str(error), 0.0)
+        client = self._by_aiohttp if destination.target.by_proxy else self._straight
+        return await client.send(destination, request)
+
+    async def aclose(self) -> None:
+        """See `Transport.aclose`."""
+        await self._straight.aclose()
+        await self._by_aiohttp.aclose()
+        await self._resolver.aclose()
+        self._contexts.close()

@@ -1,0 +1,1 @@
+"""The transport on protocols of asyncio's own and httptools' parser."""

@@ -1,0 +1,219 @@
+"""One connection: a request goes out, and one answer comes back.
+
+What comes while nobody has asked closes the connection: taken for the next answer, it would
+acknowledge a delivery that never arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from time import monotonic
+from typing import TYPE_CHECKING, cast
+
+from outbox.core.answer import Answer, Failure
+from outbox.transport.limits import HEAD_BYTES_MAX
+from outbox.transport.tls import reason
+from outbox.transport.wire.reading import AnswerReader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.transport.connecting import Target
+
+CANCELLED = "the request was called off"
+ENDED = "the connection was closed"
+
+
+class Connection(asyncio.Protocol):
+    """An `asyncio.Protocol`; see `ask`.
+
+    Args:
+        on_free: called when another request may be sent on it.
+    """
+
+    __slots__ = (
+        "_early",
+        "_loop",
+        "_on_free",
+        "_reader",
+        "_started_at",
+        "_timeout_s",
+        "_transport",
+        "_waiting",
+        "free_since",
+        "over_at",
+        "target",
+    )
+
+    def __init__(
+        self,
+        target: Target,
+        loop: asyncio.AbstractEventLoop,
+        on_free: Callable[[Connection], object],
+    ) -> None:
+        self.target = target
+        self.free_since = 0.0
+        """When its last answer had come, by the loop's clock."""
+        self.over_at = 0.0
+        """When the request that is on it runs out of time."""
+        self._loop = loop
+        self._on_free = on_free
+        self._reader = AnswerReader()
+        # What the receiver said before it was asked anything; None: it was asked.
+        self._early: bytes | None = b""
+        self._transport: asyncio.Transport | None = None
+        self._waiting: asyncio.Future[Answer] | None = None
+        # By a clock that counts finer than the loop's: uvloop's has milliseconds.
+        self._started_at = 0.0
+        self._timeout_s = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether a request may be sent on it."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def ask(
+        self, data: bytes, started_at: float, over_at: float, timeout_s: float
+    ) -> asyncio.Future[Answer]:
+        """Send a request; what comes back, or what becomes of it.
+
+        Args:
+            started_at: since when it has taken its time, by `time.monotonic`.
+            over_at: when somebody will call `expire`, by the loop's clock.
+            timeout_s: what it has in all.
+        """
+        assert self._transport is not None
+        assert self._waiting is None
+        self._started_at, self._timeout_s = started_at, timeout_s
+        self.over_at = over_at
+        self._reader.begin()
+        self._waiting = waiting = self._loop.create_future()
+        early, self._early = self._early, None
+        if early:
+            self._loop.call_soon(self.data_received, early)
+        # In one piece: two writes would be two packets.  What does not fit waits in the
+        # transport, while an early answer can be read already.
+        self._transport.write(data)
+        return waiting
+
+    def expire(self) -> None:
+        """Its time is up."""
+        self._give_up(Failure.TIMEOUT, out_of_time(self._timeout_s))
+
+    def call_off(self) -> Answer | None:
+        """Nobody waits for the answer any more; returns it, if its head was there.
+
+        The connection is closed: what still comes must not be taken for another's.
+        """
+        waiting, self._waiting = self._waiting, None
+        self.close()
+        if self._reader.status is None or waiting is None:
+            return None
+        return self._answer(CANCELLED)
+
+    def close(self) -> None:
+        """Close it, without waiting for a receiver that does not read."""
+        transport = self._transport
+        if transport is None:
+            return
+        if transport.get_write_buffer_size():
+            transport.abort()
+        else:
+            transport.close()
+
+    def shut(self) -> None:
+        """The transport it belongs to is closed."""
+        if self._waiting is not None:
+            self._give_up(Failure.RESET, "the transport is closed")
+        else:
+            self.close()
+
+    # ------------------------------------------------------ what the loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        waiting = self._waiting
+        if waiting is None:
+            self._unasked(data)
+            return
+        reader = self._reader
+        if not reader.feed(data):
+            return
+        if reader.broken is not None:
+            self._give_up(Failure.PROTOCOL, reader.broken)
+            return
+        self._waiting = None
+        transport = self._transport
+        if (
+            reader.reusable
+            and transport is not None
+            and not transport.get_write_buffer_size()
+            and not transport.is_closing()
+        ):
+            self.free_since = self._loop.time()
+            self._on_free(self)
+        else:
+            self.close()
+        if not waiting.done():
+            waiting.set_result(self._answer(None))
+
+    def eof_received(self) -> None:
+        """The connection is closed by that."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._waiting is not None:
+            if exc is None and self._reader.end():
+                self._settle(self._answer(None))
+            elif isinstance(exc, ssl.SSLError):
+                # In TLS 1.3 a refused handshake shows at the first read.
+                self._give_up(Failure.TLS, reason(exc))
+            elif exc is None:
+                in_body = self._reader.status is not None
+                self._give_up(Failure.RESET, ENDED if in_body else f"{ENDED} before an answer")
+            else:
+                self._give_up(Failure.RESET, getattr(exc, "strerror", "") or str(exc))
+        self._reader.close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _unasked(self, data: bytes) -> None:
+        if self._early is not None and len(self._early) < HEAD_BYTES_MAX:
+            # Overloaded servers say so as soon as somebody connects.
+            self._early += data
+        elif self._transport is not None:
+            self._transport.abort()
+
+    def _give_up(self, failure: Failure, why: str) -> None:
+        """It is over: with the answer, if its head was there, and as a failure otherwise."""
+        self.close()
+        if self._reader.status is None:
+            elapsed_s = monotonic() - self._started_at
+            self._settle(Answer.failed(failure, why, elapsed_s))
+        else:
+            self._settle(self._answer(why))
+
+    def _settle(self, answer: Answer) -> None:
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+
+    def _answer(self, cut_by: str | None) -> Answer:
+        """What came back; `cut_by` says what ended its body, if it has not ended by itself."""
+        reader = self._reader
+        assert reader.status is not None
+        return Answer.of(
+            reader.status,
+            monotonic() - self._started_at,
+            headers=reader.headers(),
+            body=bytes(reader.body),
+            detail="" if cut_by is None else f"the body was cut short: {cut_by}",
+        )
+
+
+def out_of_time(timeout_s: float) -> str:
+    """Why there is no answer."""
+    return f"not answered within {timeout_s:g} s"

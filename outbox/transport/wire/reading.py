@@ -1,0 +1,209 @@
+"""Answers out of bytes, on httptools' parser; no connection is known here.
+
+The parser bounds nothing: neither how many heads come before the answer, nor how many headers
+there are, nor what a body is wrapped in.  That is done here, and so is the difference between
+an answer that is broken and one whose body is: as soon as the head is there, its status counts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
+
+from outbox.core.answer import BODY_BYTES_MAX
+from outbox.transport.limits import (
+    BODY_RAW_BYTES_MAX,
+    HEAD_BYTES_MAX,
+    HEADER_BYTES_MAX,
+    HEADER_COUNT_MAX,
+    INTERIM_MAX,
+    TOO_LARGE_HEAD,
+    TOO_LARGE_WRAPPING,
+    TOO_MANY_INTERIMS,
+    is_interim,
+)
+
+if TYPE_CHECKING:
+    from outbox.core.answer import Headers
+
+_HTTP = b"HTTP/"
+# llhttp takes these for answers, too: "RTSP/1.0 200 OK".
+_VERSIONS = frozenset({"1.0", "1.1"})
+_SWITCHING = 101
+
+
+class AnswerReader:
+    """Reads the answers that come over one connection, one after the other.
+
+    `begin`, then `feed` until it is over; what it found then stays until the next `begin`.
+    """
+
+    __slots__ = (
+        "_count",
+        "_head",
+        "_interims",
+        "_left",
+        "_parser",
+        "_raw",
+        "_start",
+        "_whole",
+        "body",
+        "broken",
+        "reusable",
+        "status",
+    )
+
+    def __init__(self) -> None:
+        parser = HttpResponseParser(self)
+        # What other clients forgive their servers, and no more: it changes nothing about where
+        # an answer ends.
+        parser.set_dangerous_leniencies(
+            lenient_headers=True,
+            lenient_optional_cr_before_lf=True,
+            lenient_spaces_after_chunk_size=True,
+        )
+        self._parser: HttpResponseParser | None = parser
+        self.begin()
+
+    def begin(self) -> None:
+        """An answer is expected now, to a request that is sent on this connection."""
+        self._raw: list[tuple[bytes, bytes]] = []
+        self._count = 0
+        self._left = HEAD_BYTES_MAX
+        self._interims = 0
+        self._start = b""
+        self._head = self._whole = False
+        self.status: int | None = None
+        """Of the answer; None: its head is not there."""
+        self.body = bytearray()
+        """As far as it has come, and is kept."""
+        self.broken: str | None = None
+        """What is wrong with it, or with its body; None: nothing so far."""
+        self.reusable = False
+        """Whether it has ended so that another request may follow it."""
+
+    def feed(self, data: bytes) -> bool:
+        """More has come; returns whether the answer is over, in whatever way."""
+        if not self._head and len(self._start) < len(_HTTP):
+            # So few bytes are hardly ever all that has come.
+            data = self._start + data
+            self._start = data[: len(_HTTP)]
+            if not _HTTP.startswith(self._start):
+                self.broken = "it does not begin like an answer"
+                return True
+            if len(self._start) < len(_HTTP):
+                return False
+        while data and not self._over:
+            piece, data = data[: self._left], data[self._left :]
+            had_head = self._head
+            self._parse(piece)
+            if had_head is self._head:
+                self._left -= len(piece)
+                if self._left <= 0:
+                    self._enough()
+            else:
+                self._left = BODY_RAW_BYTES_MAX
+        if data:
+            self.reusable = False  # Nobody asked for what came behind it.
+        return self._over
+
+    def end(self) -> bool:
+        """The receiver closed the connection; returns whether that ended the answer as it may."""
+        if self._head and not self._whole and self.broken is None and self._ends_with_connection():
+            self._whole = True
+        return self._whole
+
+    def headers(self) -> Headers:
+        """Those of the answer, as far as they are kept."""
+        kept: list[tuple[str, str]] = []
+        size = 0
+        for name, value in self._raw:
+            size += len(name) + len(value)
+            if size > HEADER_BYTES_MAX:
+                break
+            # ISO 8859-1 reads any byte (RFC 9110, 5.5).
+            kept.append((name.decode("latin-1"), value.decode("latin-1")))
+        return tuple(kept)
+
+    def close(self) -> None:
+        """No more is read."""
+        self._parser = None  # It knows this reader.
+
+    # --------------------------------------------------- what the parser calls
+
+    def on_message_begin(self) -> None:
+        if self._whole:
+            self.reusable = False
+        elif not self._head:
+            self._raw = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head:
+            return  # A trailer.
+        self._count += 1
+        if self._count > HEADER_COUNT_MAX:
+            self.broken = f"more than {HEADER_COUNT_MAX} headers"
+        elif b"\0" in value:
+            self.broken = "a NUL in a header"
+        else:
+            self._raw.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self._head or self.broken is not None:
+            return
+        parser = self._parser
+        assert parser is not None
+        status = parser.get_status_code()
+        if parser.get_http_version() not in _VERSIONS:
+            self.broken = "of another version of HTTP"
+        elif not is_interim(status):
+            self.status = status
+            self._head = True
+        elif self._interims < INTERIM_MAX:
+            self._interims += 1
+        else:
+            self.broken = TOO_MANY_INTERIMS
+
+    def on_body(self, data: bytes) -> None:
+        if not self._whole and len(self.body) < BODY_BYTES_MAX:
+            self.body += data[: BODY_BYTES_MAX - len(self.body)]
+
+    def on_message_complete(self) -> None:
+        if not self._head or self._whole:
+            return
+        self._whole = True
+        assert self._parser is not None
+        self.reusable = self.status != _SWITCHING and self._parser.should_keep_alive()
+
+    # ---------------------------------------------------------------- inside
+
+    @property
+    def _over(self) -> bool:
+        return self._whole or self.broken is not None or len(self.body) >= BODY_BYTES_MAX
+
+    def _parse(self, data: bytes) -> None:
+        assert self._parser is not None
+        try:
+            self._parser.feed_data(data)
+        except HttpParserUpgrade:
+            self.reusable = False
+        except HttpParserError as error:
+            self.reusable = False
+            if not self._whole and self.broken is None:
+                # What follows quotes what was received, and that may be what we sent.
+                self.broken = str(error).partition(":")[0]
+
+    def _enough(self) -> None:
+        if not self._over:
+            self.broken = TOO_LARGE_WRAPPING if self._head else TOO_LARGE_HEAD
+
+    def _ends_with_connection(self) -> bool:
+        """Whether its body has no other end (RFC 9112, 6.3)."""
+        for name, value in self._raw:
+            which = name.lower()
+            if which == b"content-length":
+                return False
+            if which == b"transfer-encoding" and b"chunked" in value.lower():
+                return False
+        return True
