@@ -27,6 +27,7 @@ from outbox.admin.hosts import is_loopback
 from outbox.admin.limits import Limits
 from outbox.admin.problem import Kind, Problem
 from outbox.admin.server import listening
+from outbox.core.headers import pairs
 from outbox.core.request import prepare
 from outbox.core.token import digest, is_fetch_token
 from outbox.errors import CannotRun, NotFound
@@ -236,7 +237,7 @@ def _item(lane: Lane, fetched: Fetched, now: int, keys: Sequence[SigningKey]) ->
         lane_ends=lane.ended and fetched.sequence == lane.last,
     )
     # No attempt: nobody tried to deliver it just now.
-    headers = dict(prepared.attempt(0, now, keys))
+    headers = dict(pairs(prepared.attempt(0, now, keys)))
     return item | {"headers": headers, "body": prepared.body.decode()}
 
 

@@ -17,12 +17,11 @@ again.  That includes two that look permanent:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from enum import Enum, StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from urllib.parse import quote, quote_plus
 
 if TYPE_CHECKING:
@@ -109,8 +108,7 @@ class Verdict(Enum):
     """Asking again would get the same answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """The outcome of one attempt: either a status or a failure, never both."""
 
     status: int | None
@@ -121,10 +119,6 @@ class Answer:
     body: bytes
     """At most `BODY_BYTES_MAX`, as it came over the wire, never decompressed."""
     elapsed_s: float
-
-    def __post_init__(self) -> None:
-        if (self.status is None) == (self.failure is None):
-            raise ValueError("an answer has either a status or a failure")
 
     @classmethod
     def of(
@@ -137,7 +131,8 @@ class Answer:
         detail: str = "",
     ) -> Answer:
         """An answer with a status line; `detail` may say how its body ended."""
-        return cls(status, None, one_line(detail), headers, body[:BODY_BYTES_MAX], elapsed_s)
+        detail = one_line(detail) if detail else detail
+        return cls(status, None, detail, headers, body[:BODY_BYTES_MAX], elapsed_s)
 
     @classmethod
     def failed(cls, failure: Failure, detail: str, elapsed_s: float) -> Answer:
@@ -159,7 +154,7 @@ def without(answer: Answer, secrets: Iterable[str]) -> Answer:
     detail = _clean(answer.detail, pattern, known)
     if (body, headers, detail) == (answer.body, answer.headers, answer.detail):
         return answer
-    return replace(answer, body=body[:BODY_BYTES_MAX], headers=headers, detail=one_line(detail))
+    return answer._replace(body=body[:BODY_BYTES_MAX], headers=headers, detail=one_line(detail))
 
 
 @lru_cache(1024)

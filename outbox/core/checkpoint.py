@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import orjson
 
-from outbox.core.headers import merge
+from outbox.core.headers import lines_of, merge
 from outbox.core.request import USER_AGENT, Prepared, rfc3339
 from outbox.core.signature import ID_HEADER
 
@@ -62,11 +62,13 @@ def prepare(
     told = {"id": checkpoint_id, "type": TYPE, "timestamp": rfc3339(at), "lanes": lanes}
     return Prepared(
         message_id=checkpoint_id,
-        headers=(
-            ("Content-Type", "application/json"),
-            ("User-Agent", USER_AGENT),
-            (ID_HEADER, checkpoint_id),
-            *merge(endpoint_headers, None),
+        lines=lines_of(
+            (
+                ("Content-Type", "application/json"),
+                ("User-Agent", USER_AGENT),
+                (ID_HEADER, checkpoint_id),
+                *merge(endpoint_headers, None),
+            )
         ),
         body=orjson.dumps(told),
     )

@@ -149,6 +149,25 @@ def merge(endpoint: Headers, event: bytes | None) -> Headers:
     return tuple(merged.values())
 
 
+def lines_of(headers: Headers) -> str:
+    """Headers as they go on the wire, each `name: value` and the line's end.
+
+    Raises:
+        ValueError: one of them would be more than one.
+    """
+    lines = "".join([f"{name}: {value}\r\n" for name, value in headers])
+    count = len(headers)
+    if lines.count("\n") != count or lines.count("\r") != count or "\0" in lines:
+        raise ValueError("a header holds a line break")
+    return lines
+
+
+def pairs(lines: str) -> Headers:
+    """What `lines_of` made lines of."""
+    split = (line.partition(": ") for line in lines.split("\r\n")[:-1])
+    return tuple((name, value) for name, _, value in split)
+
+
 def _wire_bytes(header: tuple[str, str]) -> int:
     """As `name: value` and the line's end; all of it is ASCII."""
     return len(header[0]) + len(header[1]) + 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -26,8 +26,7 @@ class Gate(Enum):
     """Send nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """A lane's durable state, one row; times are epoch seconds."""
 
     acked_seq: int = 0
@@ -44,8 +43,7 @@ class Progress:
     """When the lane last delivered something."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
+class Gone(NamedTuple):
     """A delivery whose event was erased: only its place in the lane is left."""
 
     endpoint_id: UUID
@@ -55,8 +53,7 @@ class Gone:
     backfill_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptRow:
+class AttemptRow(NamedTuple):
     """One line of the attempt log."""
 
     batch: int
@@ -95,8 +92,7 @@ class DeadRange:
     last_answer: dict[str, Any] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Make one attempt."""
 
     delivery: Delivery
@@ -107,23 +103,20 @@ class Send:
     """Nothing will ever follow it in its lane."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(NamedTuple):
     """Read the deliveries after a number, none of them below a batch."""
 
     after_seq: int
     floor_batch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Ask again at this time (epoch seconds)."""
 
     until: float
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """Write this down.
 
     With `progress` it must be durable before the lane goes on; without, it is

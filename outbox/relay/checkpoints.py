@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING
@@ -202,7 +202,7 @@ class Checkpoints:
         now = self._now()
         prepared = prepare(str(uuid4()), datetime.fromtimestamp(now, UTC), marks, endpoint.headers)
         request = addressed(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
-        return replace(request, total_timeout_s=min(endpoint.total_timeout_s, TIMEOUT_S))
+        return request._replace(total_timeout_s=min(endpoint.total_timeout_s, TIMEOUT_S))
 
 
 def _may_be_told(owned: OwnedEndpoint) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from outbox.core.headers import lines_of
 from outbox.core.health import State
 from outbox.core.request import Delivery
 from outbox.core.steps import DeadRange
@@ -50,7 +50,7 @@ class Observer:
             return request, None
         span = tracing.attempt(lane.home.endpoint.name, send.delivery, send.attempt, now, origin)
         kept = (pair for pair in request.headers if pair[0].lower() not in TRACE_HEADERS)
-        return replace(request, headers=(*kept, *span.headers)), span
+        return request._replace(lines=lines_of((*kept, *span.headers))), span
 
     def answered(
         self, lane: OwnedLane, send: Send, answer: Answer, record: Record, span: AttemptSpan | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import orjson
 from outbox.core import checkpoint
 from outbox.core.checkpoint import Mark
 from outbox.core.ed25519 import PRIVATE_PREFIX, parse_private_key
+from outbox.core.headers import pairs
 from outbox.core.identity import lane_name
 from outbox.core.request import Delivery, prepare
 from outbox.core.signature import (
@@ -127,11 +127,11 @@ class FakeSender:
     def replay(self, request: Request) -> Request:
         """Send what was given up once more, at the end of its lane."""
         found = self._of(request).delivery
-        return self._append(replace(found, replay_of=(found.lane, found.seq)))
+        return self._append(found._replace(replay_of=(found.lane, found.seq)))
 
     def backfill(self, request: Request, number: int = 1) -> Request:
         """Send an event once more on purpose: it is to be processed again."""
-        return self._append(replace(self._of(request).delivery, backfill_id=number))
+        return self._append(self._of(request).delivery._replace(backfill_id=number))
 
     def send_again(self, lane: str, after: int) -> list[Request]:
         """What a relay sends when its receiver asks for what a lane delivered behind a number."""
@@ -143,8 +143,7 @@ class FakeSender:
         ]
         return [
             self._append(
-                replace(
-                    each,
+                each._replace(
                     replay_of=(lane, each.seq),
                     backfill_id=JOBS_FROM + self._jobs,
                     is_copy=True,
@@ -166,7 +165,7 @@ class FakeSender:
         prepared = checkpoint.prepare(
             str(self._new_id()), datetime.fromtimestamp(now, tz=UTC), marks
         )
-        return Request("POST", prepared.attempt(1, int(now), [self._key]), prepared.body)
+        return Request("POST", pairs(prepared.attempt(1, int(now), [self._key])), prepared.body)
 
     def again(self, request: Request, attempt: int = 2) -> Request:
         """The same number once more, signed at this time."""
@@ -211,7 +210,7 @@ class FakeSender:
     ) -> Request:
         numbers = self._lanes.setdefault(delivery.lane, [])
         previous = max((n.delivery.seq for n in numbers if not n.given_up), default=0)
-        numbered = _Numbered(replace(delivery, seq=len(numbers) + 1), previous, lane_ends)
+        numbered = _Numbered(delivery._replace(seq=len(numbers) + 1), previous, lane_ends)
         numbered.is_sent_again = is_sent_again
         numbers.append(numbered)
         return numbered.request(1, self._key, self._clock())
@@ -233,5 +232,5 @@ class _Numbered:
         self._prepared = prepare(delivery, previous, lane_ends=lane_ends)
 
     def request(self, attempt: int, key: bytes, now: float) -> Request:
-        headers = self._prepared.attempt(attempt, int(now), [key])
+        headers = pairs(self._prepared.attempt(attempt, int(now), [key]))
         return Request("POST", headers, self._prepared.body)

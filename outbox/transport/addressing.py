@@ -39,7 +39,7 @@ def addressed(
     """The attempt `number` (from 1), signed at `timestamp`, in epoch seconds."""
     return Request(
         url=to.url,
-        headers=prepared.attempt(number, timestamp, keys),
+        lines=prepared.attempt(number, timestamp, keys),
         body=prepared.body,
         connect_timeout_s=to.connect_timeout_s,
         total_timeout_s=to.total_timeout_s,

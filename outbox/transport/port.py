@@ -7,7 +7,9 @@ lanes, retries or signatures.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from outbox.core.headers import pairs
 
 if TYPE_CHECKING:
     from outbox.core.answer import Answer, Failure, Headers
@@ -33,13 +35,13 @@ class Tls:
     """The relay's own certificate, its chain, and its private key (PEM), for mutual TLS."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """One attempt, ready for the wire."""
 
     url: str
-    headers: Headers
-    """Without those that frame the message (Host, Content-Length)."""
+    lines: str
+    """Headers as `core.headers.lines_of` makes them, without those that frame the message
+    (Host, Content-Length)."""
     body: bytes
     connect_timeout_s: float = 5.0
     """For the name look-up, the connection and the TLS handshake together."""
@@ -50,6 +52,11 @@ class Request:
     """Opened for this endpoint, beside what is open for the whole relay."""
     tls: Tls | None = None
     """None: the system's trust store, and no certificate of our own."""
+
+    @property
+    def headers(self) -> Headers:
+        """Name by name."""
+        return pairs(self.lines)
 
 
 class NotConnected(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 from uuid import uuid4
@@ -86,7 +86,7 @@ async def attempt(transport: Transport, endpoint: Tried, *, total_s_max: float =
     """
     request = _request(endpoint)
     total_s = min(request.total_timeout_s, total_s_max)
-    answer = await transport.send(replace(request, total_timeout_s=total_s))
+    answer = await transport.send(request._replace(total_timeout_s=total_s))
     answer = without(answer, endpoint.credentials)
     said = _outcome(answer, endpoint)
     return Trial(endpoint.name, endpoint.method, endpoint.url, answer, *said)

@@ -85,13 +85,6 @@ def test_the_retryable_statuses_are_the_endpoints_to_change() -> None:
     assert told(200) is Verdict.DELIVERED
 
 
-def test_an_answer_has_either_a_status_or_a_failure() -> None:
-    with pytest.raises(ValueError, match="either"):
-        Answer(None, None, "", (), b"", 0.0)
-    with pytest.raises(ValueError, match="either"):
-        Answer(200, Failure.RESET, "", (), b"", 0.0)
-
-
 # --------------------------------------------------------------- Retry-After
 
 

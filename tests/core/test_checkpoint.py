@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from outbox.core.checkpoint import LANES_MAX, TYPE, Mark, parse, prepare
+from outbox.core.headers import pairs
 from outbox.core.signature import verify
 
 SECRET = bytes(32)
@@ -16,7 +17,7 @@ MARKS = (Mark("6f1c2a349d55-1-0", 1, 41), Mark("6f1c2a349d55-2-0", 2, 7))
 
 def test_it_is_signed_and_read_back() -> None:
     prepared = prepare("msg-1", datetime(2026, 1, 31, tzinfo=UTC), MARKS, (("X-Own", "1"),))
-    headers = {name.lower(): value for name, value in prepared.attempt(1, 1_000, [SECRET])}
+    headers = {name.lower(): value for name, value in pairs(prepared.attempt(1, 1_000, [SECRET]))}
     assert verify(headers, prepared.body, [SECRET], 1_000).message_id == "msg-1"
     assert headers["x-own"] == "1"
     assert not headers.keys() & {"x-lane", "x-sequence", "x-delivery"}

@@ -6,7 +6,6 @@ does the same with a seeded random generator, and finds every mutant.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -202,7 +201,7 @@ class EndsBeforeItsTime(Lane):
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        return replace(command, lane_ends=self._ended) if isinstance(command, Send) else command
+        return command._replace(lane_ends=self._ended) if isinstance(command, Send) else command
 
 
 def _name(value: Any) -> str | None:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from outbox.core.answer import Answer, Failure, classify, summary
@@ -26,7 +24,7 @@ def test_a_probe_before_its_time_is_free() -> None:
     assert first.progress is not None
     for n in range(2, 20):
         # Neither number nor age of such attempts can end the delivery.
-        lane = Lane(7, replace(lane.checkpoint(), next_attempt_at=NOW + 1e6), (), 1, 0)
+        lane = Lane(7, lane.checkpoint()._replace(next_attempt_at=NOW + 1e6), (), 1, 0)
         lane.next(NOW)
         lane.fetched([delivery(1)])
         send, record = attempt(lane, BUSY, NOW + 1000 * n, gate=Gate.PROBE)

@@ -79,7 +79,7 @@ class CheckpointsUnwrittenRetries(Lane):
     def checkpoint(self) -> Progress:
         committed = super().checkpoint()
         if self._head.attempts and self.committed_seq == self.acked_seq:
-            return replace(committed, head_seq=self._acked + 1, attempts=self._head.attempts)
+            return committed._replace(head_seq=self._acked + 1, attempts=self._head.attempts)
         return committed
 
 
@@ -106,7 +106,7 @@ class ForgetsItsRetries(Lane):
     """Whoever takes over starts with a new budget."""
 
     def __init__(self, lane_id: int, progress: Progress, *more: Any, **named: Any) -> None:
-        super().__init__(lane_id, replace(progress, head_seq=None), *more, **named)
+        super().__init__(lane_id, progress._replace(head_seq=None), *more, **named)
 
 
 class KeepsAStaleBudget(Lane):
@@ -123,7 +123,7 @@ class NamesTheNumberBefore(Lane):
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
         if isinstance(command, Send):
-            command = replace(command, previous_seq=command.delivery.seq - 1)
+            command = command._replace(previous_seq=command.delivery.seq - 1)
         return command
 
 
@@ -159,7 +159,7 @@ class ForgetsWhatWasSpent(Lane):
     """Whoever takes over has the attempts, and not those that count."""
 
     def __init__(self, lane_id: int, progress: Progress, *more: Any, **named: Any) -> None:
-        super().__init__(lane_id, replace(progress, spent=0), *more, **named)
+        super().__init__(lane_id, progress._replace(spent=0), *more, **named)
 
 
 class SendsThroughAShutGate(Lane):
@@ -233,7 +233,7 @@ class CutsInTheWrongPlace(Lane):
     def _give_up_range(self, through_seq: int, reason: Any) -> Record:
         record = super()._give_up_range(through_seq, reason)
         assert isinstance(record.dead, DeadRange)
-        return replace(record, dead=replace(record.dead, batch=record.dead.batch + 1))
+        return record._replace(dead=replace(record.dead, batch=record.dead.batch + 1))
 
 
 class CountsWhatWasNotSent(Lane):
@@ -256,7 +256,7 @@ class BlocksAndDoesNotSaySo(Lane):
     """The next owner does not know that the lane waits for an operator."""
 
     def _give_up(self, *what: Any, **more: Any) -> Record:
-        return replace(super()._give_up(*what, **more), blocks=False)
+        return super()._give_up(*what, **more)._replace(blocks=False)
 
 
 class NeverSaysThatItEnds(Lane):
@@ -264,7 +264,7 @@ class NeverSaysThatItEnds(Lane):
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        return replace(command, lane_ends=False) if isinstance(command, Send) else command
+        return command._replace(lane_ends=False) if isinstance(command, Send) else command
 
 
 class EndsBeforeItsTime(Lane):
@@ -272,7 +272,7 @@ class EndsBeforeItsTime(Lane):
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        return replace(command, lane_ends=self._ended) if isinstance(command, Send) else command
+        return command._replace(lane_ends=self._ended) if isinstance(command, Send) else command
 
 
 class SaysSoOnce(Lane):
@@ -281,7 +281,7 @@ class SaysSoOnce(Lane):
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
         if isinstance(command, Send) and command.attempt > 1:
-            command = replace(command, lane_ends=False)
+            command = command._replace(lane_ends=False)
         return command
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 from uuid import UUID
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from standardwebhooks import Webhook
 
 from outbox.core.headers import own as carried
+from outbox.core.headers import pairs
 from outbox.core.identity import delivery_id, lane_name
 from outbox.core.request import Delivery, build, prepare, rfc3339
 from outbox.core.signature import format_secret, verify
@@ -56,7 +56,7 @@ def attempt(delivery: Delivery = DELIVERY, **changes: Any) -> tuple[dict[str, st
 
 
 def test_a_whole_request_as_the_contract_shows_it() -> None:
-    headers, body = attempt(replace(DELIVERY, replay_of=("a-1-0", 7)), attempt=2)
+    headers, body = attempt(DELIVERY._replace(replay_of=("a-1-0", 7)), attempt=2)
     assert body == (
         b'{"id":"0d9ff25f-6f0b-4e0d-9d4b-07a1dbb3d1f4","type":"order.paid",'
         b'"timestamp":"2026-01-31T12:00:00.000001Z","tenant":"acme","key":"order-7",'
@@ -81,7 +81,7 @@ def test_a_whole_request_as_the_contract_shows_it() -> None:
 
 
 def test_absent_values_are_left_out() -> None:
-    _, body = attempt(replace(DELIVERY, tenant=None, key=None, headers=None), previous_seq=0)
+    _, body = attempt(DELIVERY._replace(tenant=None, key=None, headers=None), previous_seq=0)
     assert list(orjson.loads(body)) == [
         "id", "type", "timestamp", "lane", "sequence", "previous_sequence", "data",
     ]  # fmt: skip
@@ -93,7 +93,7 @@ def test_the_body_says_everything_and_the_headers_the_same(
     tenant: str, key: str, payload: Any, seq: int, data: st.DataObject
 ) -> None:
     previous = data.draw(st.integers(0, seq - 1))
-    delivery = replace(DELIVERY, tenant=tenant, key=key, payload=orjson.dumps(payload), seq=seq)
+    delivery = DELIVERY._replace(tenant=tenant, key=key, payload=orjson.dumps(payload), seq=seq)
     headers, body = attempt(delivery, previous_seq=previous)
     assert orjson.loads(body) == {
         "id": str(EVENT),
@@ -114,7 +114,7 @@ def test_the_body_says_everything_and_the_headers_the_same(
 
 def test_the_payloads_bytes_go_through_untouched() -> None:
     payload = b'{"n": 1.10, "big": 123456789012345678901234567890, "n": 2}'
-    _, body = attempt(replace(DELIVERY, payload=payload))
+    _, body = attempt(DELIVERY._replace(payload=payload))
     assert body.endswith(b'"data":' + payload + b"}")
 
 
@@ -128,7 +128,7 @@ def test_the_independent_library_verifies_it_also_while_a_secret_rotates() -> No
 
 def test_the_last_delivery_of_a_lane_says_so_in_the_signed_body() -> None:
     prepared = prepare(DELIVERY, 6, lane_ends=True)
-    headers = dict(prepared.attempt(1, NOW, [SECRET]))
+    headers = dict(pairs(prepared.attempt(1, NOW, [SECRET])))
     assert orjson.loads(prepared.body)["lane_ends"] is True
     assert b"lane_ends" not in prepare(DELIVERY, 6).body
     assert not any("end" in name.lower() for name in headers)
@@ -136,15 +136,17 @@ def test_the_last_delivery_of_a_lane_says_so_in_the_signed_body() -> None:
 
 
 def test_an_endpoints_own_headers_do_not_touch_ours() -> None:
-    ours = dict(prepare(replace(DELIVERY, headers=None), 6).headers)
+    ours = dict(pairs(prepare(DELIVERY._replace(headers=None), 6).lines))
     prepared = prepare(DELIVERY, 6, endpoint_headers=carried({"X-Env": "a", "Host": "else"}))
-    assert dict(prepared.headers) == ours | {"X-Env": "a"} | orjson.loads(DELIVERY.headers or "")
+    assert dict(pairs(prepared.lines)) == ours | {"X-Env": "a"} | orjson.loads(
+        DELIVERY.headers or ""
+    )
 
 
 def test_attempts_differ_in_number_time_and_signature_only() -> None:
     prepared = prepare(DELIVERY, 6)
-    first = dict(prepared.attempt(1, NOW, [SECRET]))
-    second = dict(prepared.attempt(2, NOW + 5, [SECRET]))
+    first = dict(pairs(prepared.attempt(1, NOW, [SECRET])))
+    second = dict(pairs(prepared.attempt(2, NOW + 5, [SECRET])))
     changed = {name for name in first if first[name] != second[name]}
     assert changed == {"X-Attempt", "webhook-timestamp", "webhook-signature"}
     assert first["X-Delivery"] == str(delivery_id(ENDPOINT, 42, DELIVERY.event_id))
@@ -155,8 +157,8 @@ def test_attempts_differ_in_number_time_and_signature_only() -> None:
 
 
 def own(headers: dict[str, Any]) -> dict[str, str]:
-    ours, _ = attempt(replace(DELIVERY, headers=None))
-    all_of_them, _ = attempt(replace(DELIVERY, headers=orjson.dumps(headers)))
+    ours, _ = attempt(DELIVERY._replace(headers=None))
+    all_of_them, _ = attempt(DELIVERY._replace(headers=orjson.dumps(headers)))
     for name, value in ours.items():
         assert all_of_them.pop(name) == value
     return all_of_them

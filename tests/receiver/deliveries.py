@@ -9,6 +9,7 @@ from uuid import UUID
 
 from multidict import CIMultiDict
 
+from outbox.core.headers import lines_of, pairs
 from outbox.core.request import Delivery, prepare
 from outbox.transport.port import Request
 
@@ -49,10 +50,10 @@ def signed(
     """Headers and body of an attempt; `previous` is the number before by default."""
     prepared = prepare(which, which.seq - 1 if previous is None else previous, lane_ends=lane_ends)
     at = int(time.time()) if timestamp is None else timestamp
-    return CIMultiDict(prepared.attempt(attempt, at, [secret])), prepared.body
+    return CIMultiDict(pairs(prepared.attempt(attempt, at, [secret]))), prepared.body
 
 
 def request(url: str, which: Delivery, **attempt: Any) -> Request:
     """An attempt, ready for a transport."""
     headers, body = signed(which, **attempt)
-    return Request(url, tuple(headers.items()), body, total_timeout_s=10)
+    return Request(url, lines_of(tuple(headers.items())), body, total_timeout_s=10)

@@ -272,7 +272,7 @@ class Script:
         machine, epoch, me = found
         progress = machine.checkpoint()
         if self._rng.random() < 0.3:
-            progress = replace(progress, acked_seq=max(progress.acked_seq - 1, 0))
+            progress = progress._replace(acked_seq=max(progress.acked_seq - 1, 0))
         return await RecordStore(self._db, me).checkpoint([(machine.id, epoch, progress)])
 
     async def _news(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -80,7 +79,7 @@ def test_what_is_traced_is_what_the_sdk_would_trace(
     environment: dict[str, str], event_id: UUID, headers: str | None
 ) -> None:
     told = None if headers is None else headers.replace("\\n", "\n").encode()
-    delivery = replace(DELIVERY, event_id=event_id, headers=told)
+    delivery = DELIVERY._replace(event_id=event_id, headers=told)
     origin = origin_of(delivery)
     verdict = samplers_word(*environment.items()).should_sample(
         origin.context, origin.trace_id, "deliver", SpanKind.PRODUCER
@@ -110,7 +109,7 @@ def test_different_events_have_different_traces(event_ids: set[UUID]) -> None:
 def test_ids_that_are_counted_are_sampled_evenly(uuids: object) -> None:
     assert callable(uuids)
     chosen = sampling({SAMPLER: "traceidratio", ARGUMENT: "0.1"})
-    events = (replace(DELIVERY, headers=None, event_id=uuids(n)) for n in range(2000))
+    events = (DELIVERY._replace(headers=None, event_id=uuids(n)) for n in range(2000))
     assert 150 <= sum(chosen.origin(each) is not None for each in events) <= 250
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
     from outbox.core.request import Delivery
 
-PLAIN = replace(DELIVERY, headers=None)
+PLAIN = DELIVERY._replace(headers=None)
 PRODUCER = "0af7651916cd43dd8448eb211c80319c"
 
 
@@ -72,7 +71,7 @@ def test_attempts_of_different_replicas_are_of_one_delivery() -> None:
 
 def test_every_delivery_of_an_event_without_a_trace_is_in_the_same() -> None:
     traced = Traced()
-    others = [replace(PLAIN, seq=n, lane=f"lane-{n}") for n in (1, 2)]
+    others = [PLAIN._replace(seq=n, lane=f"lane-{n}") for n in (1, 2)]
     for each in others:
         traced.attempt(each)
         traced.ended(each)
@@ -85,8 +84,8 @@ def test_every_delivery_of_an_event_without_a_trace_is_in_the_same() -> None:
 def test_what_the_producer_did_not_sample_is_not_traced() -> None:
     traced = Traced()
     unsampled = DELIVERY.headers.replace(b"-01", b"-00") if DELIVERY.headers else None
-    assert traced.attempt(replace(DELIVERY, headers=unsampled)) is None
-    traced.ended(replace(DELIVERY, headers=unsampled))
+    assert traced.attempt(DELIVERY._replace(headers=unsampled)) is None
+    traced.ended(DELIVERY._replace(headers=unsampled))
     assert traced.spans() == []
 
 
@@ -102,7 +101,7 @@ def test_one_event_of_ten_is_one_of_ten(rng: random.Random) -> None:
     sampled = 0
     for _ in range(2000):
         event_id = UUID(int=rng.getrandbits(128), version=4)
-        delivery = replace(PLAIN, event_id=event_id)
+        delivery = PLAIN._replace(event_id=event_id)
         sampled += traced.attempt(delivery) is not None
         traced.ended(delivery)
     assert 130 <= sampled <= 280
@@ -113,7 +112,7 @@ def test_one_event_of_ten_is_one_of_ten(rng: random.Random) -> None:
 def test_the_producers_trace_is_found_however_it_is_written(name: str) -> None:
     assert DELIVERY.headers is not None
     headers = DELIVERY.headers.replace(b"traceparent", name.encode())
-    traceparent = Traced().attempt(replace(DELIVERY, headers=headers))
+    traceparent = Traced().attempt(DELIVERY._replace(headers=headers))
     assert traceparent is not None
     assert PRODUCER in traceparent
 
@@ -122,5 +121,5 @@ def test_the_producers_trace_is_found_however_it_is_written(name: str) -> None:
 def test_a_trace_that_makes_no_sense_is_none(value: str) -> None:
     headers = b'{"traceparent": "%b"}' % value.encode()
     assert Traced().tracing.trace_id(
-        replace(DELIVERY, headers=headers)
+        DELIVERY._replace(headers=headers)
     ) == Traced().tracing.trace_id(PLAIN)

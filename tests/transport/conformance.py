@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from outbox.core.answer import BODY_BYTES_MAX, DETAIL_CHARS_MAX, Answer, Failure, summary
+from outbox.core.headers import lines_of
 from outbox.transport.egress import EgressPolicy
 from outbox.transport.limits import HEADER_BYTES_MAX
 from outbox.transport.port import Request, Transport
@@ -55,7 +56,7 @@ class Make(Protocol):
 def to(server: RawServer | str, body: bytes = b'{"n":1}', **changes: Any) -> Request:
     url = server if isinstance(server, str) else server.url
     headers = (("Content-Type", "application/json"), ("User-Agent", "t"), ("X-Sequence", "1"))
-    return Request(**({"url": url, "headers": headers, "body": body} | changes))
+    return Request(**({"url": url, "lines": lines_of(headers), "body": body} | changes))
 
 
 def short(server: RawServer | str, **changes: Any) -> Request:

@@ -175,7 +175,7 @@ def test_a_private_key_is_never_on_a_disk_in_clear(
 
 def test_a_private_key_is_shown_by_nothing(identity: tuple[str, str]) -> None:
     own = Tls(ca="ca", identity="".join(identity))
-    request = Request("https://example.com/", (), b"", tls=own)
+    request = Request("https://example.com/", "", b"", tls=own)
     secret = identity[1].split("\n")[1]
     for text in (repr(own), str(own), repr(request), f"{request!r:.99999}"):
         assert secret not in text

@@ -45,7 +45,7 @@ _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _POLICY = EgressPolicy(["127.0.0.0/8"])
 _REQUEST = Request(
     url="http://127.0.0.1/hook",
-    headers=(("Content-Type", "application/json"),),
+    lines="Content-Type: application/json\r\n",
     body=b"{}",
     total_timeout_s=TIMEOUT_S,
 )

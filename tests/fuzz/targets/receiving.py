@@ -14,6 +14,7 @@ import orjson
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from outbox.core.ed25519 import parse_private_key
+from outbox.core.headers import pairs
 from outbox.core.request import Delivery, prepare
 from outbox.core.signature import SIGNATURES_MAX, SignatureError, format_secret, sign
 from outbox.errors import OutboxError
@@ -63,7 +64,7 @@ def _good() -> tuple[list[tuple[str, str]], bytes]:
         published_at=datetime(2026, 1, 31, tzinfo=UTC), payload=b'{"order":7}',
     )  # fmt: skip
     prepared = prepare(delivery, 6)
-    return list(prepared.attempt(1, NOW, [SECRET])), prepared.body
+    return list(pairs(prepared.attempt(1, NOW, [SECRET]))), prepared.body
 
 
 GOOD_HEADERS, GOOD_BODY = _good()

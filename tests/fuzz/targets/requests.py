@@ -11,7 +11,7 @@ import h11
 import orjson
 
 from outbox.core.event import encode_headers
-from outbox.core.headers import own
+from outbox.core.headers import own, pairs
 from outbox.core.request import Delivery, prepare
 from outbox.errors import UsageError
 from outbox.transport.egress import EgressPolicy
@@ -68,14 +68,14 @@ def requests(raw: bytes) -> None:
         headers=None if events is None else events.encode(),
     )  # fmt: skip
     prepared = prepare(delivery, 6, endpoint_headers=own(mine))
-    headers = prepared.attempt(2, 1_780_000_000, [bytes(32)])
+    lines = prepared.attempt(2, 1_780_000_000, [bytes(32)])
     wires: list[Wire] = []
-    answered = _send(Request(url, headers, prepared.body, method=method), wires)
+    answered = _send(Request(url, lines, prepared.body, method=method), wires)
     hold(is_good == (answered is None), f"{url!r} is good: {is_good}, and ended as {answered!r}")
     hold(is_good == bool(wires), f"{url!r} is good: {is_good}, and was asked: {bool(wires)}")
     if not is_good:
         return
-    _judge(bytes(wires[0].written), method, headers, prepared.body)
+    _judge(bytes(wires[0].written), method, pairs(lines), prepared.body)
 
 
 def _send(request: Request, wires: list[Wire]) -> Failure | None:
