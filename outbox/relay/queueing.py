@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox.core.answer import Answer, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
-    from typing import Any
 
     from outbox.core.lines import Line, Turn, Why
     from outbox.core.turns import Turns
@@ -28,7 +27,7 @@ class Queueing:
         self.turns = turns
         self._loop = asyncio.get_running_loop
         self._waiting: dict[Turn, asyncio.Future[bool]] = {}
-        self._sending: dict[Turn, asyncio.Timeout] = {}
+        self._sending: dict[Turn, asyncio.Task[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, turn: Turn) -> bool:
@@ -59,24 +58,24 @@ class Queueing:
 
         Called off, it has got no answer in time, unless the head of one was there.
         """
-        loop = self._loop()
-        began_at = loop.time()
-        limit = asyncio.timeout_at(began_at if turn.called_off else None)
-        head: Answer | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        # Not `asyncio.timeout`, whose timer costs more than the rest of a turn.
+        cancelling, clock = task.cancelling(), self._loop().time
+        began_at = clock()
+        self._sending[turn] = task
+        if turn.called_off:
+            task.cancel()
         try:
-            async with limit:
-                self._sending[turn] = limit
-                try:
-                    return await sending
-                except asyncio.CancelledError as cut:
-                    head = next((each for each in cut.args if isinstance(each, Answer)), None)
-                    raise
-                finally:
-                    del self._sending[turn]
-        except TimeoutError:
-            if not limit.expired():
+            return await sending
+        except asyncio.CancelledError as cut:
+            # Whoever else cancelled the task meanwhile has not been heard yet.
+            if not turn.called_off or task.uncancel() > cancelling:
                 raise
-            return head or Answer.failed(Failure.TIMEOUT, CALLED_OFF, loop.time() - began_at)
+            head = next((each for each in cut.args if isinstance(each, Answer)), None)
+            return head or Answer.failed(Failure.TIMEOUT, CALLED_OFF, clock() - began_at)
+        finally:
+            del self._sending[turn]
 
     @staticmethod
     def in_time(turn: Turn, answer: Answer) -> bool:
@@ -121,7 +120,7 @@ class Queueing:
         for turn in self.turns.take_called_off():
             # What is not being sent yet learns it when it is.
             if turn in self._sending:
-                self._sending[turn].reschedule(self._loop().time())
+                self._sending[turn].cancel()
 
     def _resolve(self, turn: Turn, *, begun: bool) -> None:
         future = self._waiting.pop(turn)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.answer import Failure
+from outbox.core.headers import lines_of
 from outbox.transport.egress import EgressPolicy
 from outbox.transport.port import Tls
 from tests.transport.authority import Authority
@@ -304,7 +305,7 @@ class Guarding:
             ):
                 for _ in range(2):
                     answer = await transport.send(
-                        to("https://shop.example/a?b", tls=own, headers=HEADERS)
+                        to("https://shop.example/a?b", tls=own, lines=lines_of(HEADERS))
                     )
                     assert (answer.status, answer.detail) == (200, "")
         assert screen.heads == [
@@ -397,7 +398,7 @@ class Guarding:
         if not said:
             screen.serve = hang_up  # type: ignore[method-assign]
         async with proxying(screen), closing(make(CLOSED, proxy=screen.proxy)) as transport:
-            answer = await transport.send(to("https://shop.example/", headers=HEADERS))
+            answer = await transport.send(to("https://shop.example/", lines=lines_of(HEADERS)))
         assert (answer.status, answer.failure) == (None, failure)
         assert detail in answer.detail
         assert "hunter2" not in answer.detail

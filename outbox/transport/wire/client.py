@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from outbox.transport.connecting import Connecting, Target
     from outbox.transport.destinations import Destination
     from outbox.transport.port import Request
+    from outbox.transport.wire.reading import Known
 
 
 class WireClient:
@@ -36,6 +37,7 @@ class WireClient:
         self._loop = asyncio.get_running_loop()
         # Those with a request on them.
         self._asked: set[Connection] = set()
+        self._known: dict[bytes, Known] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._closed = False
@@ -85,7 +87,7 @@ class WireClient:
             async with asyncio.timeout_at(over_at):
                 return await self._connecting.open(
                     target,
-                    lambda: Connection(target, self._loop, self._free),
+                    lambda: Connection(target, self._loop, self._free, self._known),
                     request.connect_timeout_s,
                 )
         except TimeoutError:

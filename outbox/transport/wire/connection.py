@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.transport.connecting import Target
+    from outbox.transport.wire.reading import Known
 
 CANCELLED = "the request was called off"
 ENDED = "the connection was closed"
@@ -30,6 +31,7 @@ class Connection(asyncio.Protocol):
 
     Args:
         on_free: called when another request may be sent on it.
+        known: see `AnswerReader`.
     """
 
     __slots__ = (
@@ -51,6 +53,7 @@ class Connection(asyncio.Protocol):
         target: Target,
         loop: asyncio.AbstractEventLoop,
         on_free: Callable[[Connection], object],
+        known: dict[bytes, Known],
     ) -> None:
         self.target = target
         self.free_since = 0.0
@@ -59,7 +62,7 @@ class Connection(asyncio.Protocol):
         """When the request that is on it runs out of time."""
         self._loop = loop
         self._on_free = on_free
-        self._reader = AnswerReader()
+        self._reader = AnswerReader(known)
         # What the receiver said before it was asked anything; None: it was asked.
         self._early: bytes | None = b""
         self._transport: asyncio.Transport | None = None

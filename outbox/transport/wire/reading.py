@@ -7,7 +7,7 @@ an answer that is broken and one whose body is: as soon as the head is there, it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
@@ -31,18 +31,29 @@ _HTTP = b"HTTP/"
 # llhttp takes these for answers, too: "RTSP/1.0 200 OK".
 _VERSIONS = frozenset({"1.0", "1.1"})
 _SWITCHING = 101
+KNOWN_MAX, KNOWN_BYTES_MAX = 256, 1024
+"""So many answers are remembered that are no longer than that."""
+
+Known: TypeAlias = tuple[int, "Headers", bytes]
+"""Status, headers and body of an answer after which the connection can be used again."""
 
 
 class AnswerReader:
     """Reads the answers that come over one connection, one after the other.
 
     `begin`, then `feed` until it is over; what it found then stays until the next `begin`.
+
+    Args:
+        known: answers that came whole in one piece, by their bytes, shared by many readers.
+            Receivers give the same answer again and again, but for its date.
     """
 
     __slots__ = (
         "_count",
         "_head",
+        "_headers",
         "_interims",
+        "_known",
         "_left",
         "_parser",
         "_raw",
@@ -54,7 +65,8 @@ class AnswerReader:
         "status",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, known: dict[bytes, Known]) -> None:
+        self._known = known
         parser = HttpResponseParser(self)
         # What other clients forgive their servers, and no more: it changes nothing about where
         # an answer ends.
@@ -69,6 +81,7 @@ class AnswerReader:
     def begin(self) -> None:
         """An answer is expected now, to a request that is sent on this connection."""
         self._raw: list[tuple[bytes, bytes]] = []
+        self._headers: Headers | None = None
         self._count = 0
         self._left = HEAD_BYTES_MAX
         self._interims = 0
@@ -76,7 +89,7 @@ class AnswerReader:
         self._head = self._whole = False
         self.status: int | None = None
         """Of the answer; None: its head is not there."""
-        self.body = bytearray()
+        self.body: bytes | bytearray = b""
         """As far as it has come, and is kept."""
         self.broken: str | None = None
         """What is wrong with it, or with its body; None: nothing so far."""
@@ -85,6 +98,21 @@ class AnswerReader:
 
     def feed(self, data: bytes) -> bool:
         """More has come; returns whether the answer is over, in whatever way."""
+        if self._start or len(data) > KNOWN_BYTES_MAX:
+            return self._feed(data)
+        known = self._known.get(data)
+        if known is not None:
+            self.status, self._headers, self.body = known
+            self._head = self._whole = self.reusable = True
+            return True
+        over = self._feed(data)
+        if self.reusable and self.status is not None:
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            self._known[data] = self.status, self.headers(), bytes(self.body)
+        return over
+
+    def _feed(self, data: bytes) -> bool:
         if not self._head and len(self._start) < len(_HTTP):
             # So few bytes are hardly ever all that has come.
             data = self._start + data
@@ -116,6 +144,8 @@ class AnswerReader:
 
     def headers(self) -> Headers:
         """Those of the answer, as far as they are kept."""
+        if self._headers is not None:
+            return self._headers
         kept: list[tuple[str, str]] = []
         size = 0
         for name, value in self._raw:
@@ -167,6 +197,8 @@ class AnswerReader:
 
     def on_body(self, data: bytes) -> None:
         if not self._whole and len(self.body) < BODY_BYTES_MAX:
+            if not self.body:
+                self.body = bytearray()
             self.body += data[: BODY_BYTES_MAX - len(self.body)]
 
     def on_message_complete(self) -> None:
