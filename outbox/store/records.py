@@ -27,20 +27,27 @@ from outbox.store.operational import (
 from outbox.store.replicas import fence
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from uuid import UUID
 
     from asyncpg import Connection
 
-    from outbox.core.steps import DeadLetter, Progress, Record
+    from outbox.core.steps import AttemptRow, DeadLetter, Progress, Record
 
 RANGE_GROWS_S = 3600
 """A range grows for so long, so what is in it may be dropped so much too early."""
 
+# Numbers come as the text of arrays: of those that it makes itself, asyncpg looks at each
+# element twice before it writes it.  The times are microseconds, of the epoch and of an attempt.
 _ATTEMPTS = """
-       unnest($2::bigint[], $3::bigint[], $4::bigint[], $5::int[], $6::text[], $7::int[],
-              $8::text[], $9::timestamptz[], $10::real[], $11::jsonb[])
-       AS a(lane_id, batch, seq, attempt, outcome, status, error, started_at, elapsed_ms, answer)
+       (SELECT lane_id, batch, seq, attempt, outcome, status, error,
+               to_timestamp(started_us / float8 '1e6') AS started_at,
+               elapsed_us / real '1000' AS elapsed_ms, answer
+          FROM unnest($2::text::bigint[], $3::text::bigint[], $4::text::bigint[],
+                      $5::text::int[], $6::text::text[], $7::text::int[], $8::text[],
+                      $9::text::bigint[], $10::text::int[], $11::jsonb[])
+               AS tried(lane_id, batch, seq, attempt, outcome, status, error, started_us,
+                        elapsed_us, answer)) AS a
 """
 
 # A group of successes: the acknowledgements.
@@ -214,25 +221,7 @@ class RecordStore:
 
     async def write(self, records: Sequence[Record], epochs: Sequence[int]) -> None:
         """Write a group; all of it or, when fenced off, none of it."""
-        attempts = _columns(
-            10,
-            (
-                (
-                    r.lane_id,
-                    r.attempt.batch,
-                    r.attempt.seq,
-                    r.attempt.attempt,
-                    r.attempt.outcome,
-                    r.attempt.status,
-                    r.attempt.error,
-                    _time(r.attempt.started_at),
-                    r.attempt.elapsed_s * 1000,
-                    _json(r.attempt.answer),
-                )
-                for r in records
-                if r.attempt is not None
-            ),
-        )
+        attempts = _attempts([(r.lane_id, r.attempt) for r in records if r.attempt is not None])
         urgent = [(r, e) for r, e in zip(records, epochs, strict=True) if r.progress is not None]
         if not urgent:
             written = await self._db.execute(WRITE_GROUP, self._me, *attempts, self._timeline)
@@ -294,6 +283,32 @@ class RecordStore:
         )
         if not fenced:
             raise Fenced
+
+
+def _attempts(rows: Sequence[tuple[int, AttemptRow]]) -> list[Any]:
+    """Their columns, as `_ATTEMPTS` wants them."""
+    return [
+        _array([lane_id for lane_id, _ in rows]),
+        _array([row.batch for _, row in rows]),
+        _array([row.seq for _, row in rows]),
+        _array([row.attempt for _, row in rows]),
+        _array([row.outcome for _, row in rows]),
+        _array(["NULL" if row.status is None else row.status for _, row in rows]),
+        _sparse([row.error for _, row in rows]),
+        _array([int(row.started_at * 1e6) for _, row in rows]),
+        _array([int(row.elapsed_s * 1e6) for _, row in rows]),
+        _sparse([_json(row.answer) for _, row in rows]),
+    ]
+
+
+def _array(values: Iterable[object]) -> str:
+    """An array of numbers and plain words as PostgreSQL reads it."""
+    return f"{{{','.join(map(str, values))}}}"
+
+
+def _sparse(values: list[str | None]) -> list[str | None]:
+    """Without what `unnest` fills up with NULL."""
+    return values if any(value is not None for value in values) else []
 
 
 def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> tuple[Any, ...]:

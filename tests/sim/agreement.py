@@ -430,8 +430,7 @@ class Script:
 
 
 def _without_times(progress: Any) -> Any:
-    return replace(
-        progress,
+    return progress._replace(
         first_attempt_at=progress.first_attempt_at is not None,
         next_attempt_at=progress.next_attempt_at is not None,
         success_at=progress.success_at is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from outbox.store import records
@@ -55,10 +56,23 @@ _DEAD = (
 
 def tried_of(columns: Sequence[Sequence[Any]], me: int) -> list[tuple[int, Tried]]:
     """Rows of the attempt log from a statement's columns."""
+    words = [column[1:-1].split(",") if column != "{}" else [] for column in map(str, columns)]
+    lane_ids, batches, seqs, attempts, outcomes, _, _, started_us, elapsed_us, _ = words
     return [
-        (lane_id, Tried(batch, seq, attempt, outcome, me, started_at, elapsed_ms))
-        for lane_id, batch, seq, attempt, outcome, _, _, started_at, elapsed_ms, _ in zip(
-            *columns, strict=True
+        (
+            int(lane_id),
+            Tried(
+                int(batch),
+                int(seq),
+                int(attempt),
+                outcome,
+                me,
+                datetime.fromtimestamp(int(started) / 1e6, UTC),
+                int(elapsed) / 1000,
+            ),
+        )
+        for lane_id, batch, seq, attempt, outcome, started, elapsed in zip(
+            lane_ids, batches, seqs, attempts, outcomes, started_us, elapsed_us, strict=True
         )
     ]
 
