@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import aiohttp
 
-from benchmarks.receiver import say
+from benchmarks.receiver import new_event_loop, say
 from outbox.core.identity import lane_name
 from outbox.core.request import Delivery, build
 
@@ -109,7 +109,10 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--per-s", type=float, help="Paced; else as fast as it goes.")
     parser.add_argument("--payload-bytes", type=int, default=200)
-    asyncio.run(run(parser.parse_args()))
+    parser.add_argument("--quick-loop", action="store_true", help="uvloop, if it is there.")
+    given = parser.parse_args()
+    with asyncio.Runner(loop_factory=new_event_loop if given.quick_loop else None) as runner:
+        runner.run(run(given))
 
 
 if __name__ == "__main__":

@@ -45,26 +45,24 @@ POLL_S = 0.02
 
 
 class Child:
-    """A Python process of ours that speaks JSON lines."""
+    """A process that speaks JSON lines."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
         self._process = process
         self._name = name
 
     @classmethod
-    async def start(cls, module: str, *words: object, env: dict[str, str] | None = None) -> Self:
-        """Start `python -m benchmarks.<module>`."""
+    async def start(cls, name: str, argv: Sequence[str], env: dict[str, str] | None = None) -> Self:
+        """Start a program."""
         process = await asyncio.create_subprocess_exec(
-            *command(
-                [sys.executable, "-m", f"benchmarks.{module}", *map(str, words)], account=None
-            ),
+            *command(argv, account=None),
             env=environment(env),
             cwd=Path(__file__).parents[1],
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=ANSWER_BYTES_MAX,
         )
-        return cls(process, module)
+        return cls(process, name)
 
     def tell(self, **what: Any) -> None:
         """Send it a line."""
@@ -87,6 +85,10 @@ class Child:
             raise CannotRun(f"the benchmark's {self._name} ended; its words are above")
         return orjson.loads(line)
 
+    async def ended(self) -> int:
+        """Wait until it has; its exit code."""
+        return await self._process.wait()
+
     async def end(self) -> None:
         """End it, if it does not by itself."""
         with suppress(ProcessLookupError):
@@ -98,8 +100,18 @@ class Child:
 async def child(
     module: str, *words: object, env: dict[str, str] | None = None
 ) -> AsyncIterator[Child]:
+    """`python -m benchmarks.<module>` for the length of a block."""
+    argv = [sys.executable, "-m", f"benchmarks.{module}", *map(str, words)]
+    async with program(module, argv, env=env) as process:
+        yield process
+
+
+@asynccontextmanager
+async def program(
+    name: str, argv: Sequence[str], *, env: dict[str, str] | None = None
+) -> AsyncIterator[Child]:
     """A process for the length of a block."""
-    process = await Child.start(module, *words, env=env)
+    process = await Child.start(name, argv, env=env)
     try:
         yield process
     finally:
