@@ -25,6 +25,7 @@ from benchmarks import (
     replicas,
     watched,
 )
+from benchmarks.peers import section as peers
 from benchmarks.picture import draw
 from benchmarks.report import compared, machine, table, target, verdict
 from benchmarks.stage import stage
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).with_name("results")
 SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "deliveries": deliveries.measure,
+    "peers": peers.measure,
     "watched": watched.measure,
     "commits": commits.measure,
     "latency": latency.measure,
@@ -116,7 +118,11 @@ async def _measure(
 
 def _tell(rows: Sequence[Row]) -> None:
     for row in rows:
-        told = f"{row.section}, {row.name}, beside {row.beside_name}: {compared(row)}"
+        told = f"{row.section}, {row.name}, beside {row.beside_name}: "
+        if row.why_not:
+            click.echo(f"{told}not measured: {row.why_not}")
+            continue
+        told += compared(row)
         if row.target is not None:
             told += f"; {target(row)}: {verdict(row).strip('*')}"
         click.echo(told)

@@ -46,14 +46,15 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The product's figure beside another one of the same rounds."""
+    """The product's figure beside another one of the same rounds, or why there is none."""
 
     section: str
     name: str
     unit: str
     ours: Samples
     beside_name: str
-    beside: Samples
+    beside: Samples = Samples(())
+    why_not: str | None = None
     relation: Literal["ratio", "difference"] = "ratio"
     target: Target | None = None
 
@@ -67,8 +68,10 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """None when there is nothing to reach."""
-        return None if self.target is None else self.target.met(self.compared.median)
+        """None when there is nothing to reach, or nothing to compare with."""
+        if self.target is None or self.why_not:
+            return None
+        return self.target.met(self.compared.median)
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as JSON has it."""
@@ -79,7 +82,8 @@ class Row:
             "ours": self.ours.values,
             "beside": self.beside_name,
             "beside_values": self.beside.values,
-            self.relation: self.compared.values,
+            "why_not": self.why_not,
+            self.relation: None if self.why_not else self.compared.values,
             "target": self.target and f"{self.target.bound} {self.target.value:g}",
             "met": self.met,
         }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from html import escape
 from itertools import groupby
+from math import inf
 from typing import TYPE_CHECKING
 
 from benchmarks.report import TITLES, compared, figure, target
@@ -47,6 +48,7 @@ STYLE = """
 
 AXES = {
     "deliveries": "share of what the bare aiohttp client does; more is better",
+    "peers": "times what the other does; more is better, and an arrow goes on",
     "watched": "share of what the same relay does watched by nobody; more is better",
     "commits": "commits per second beside another way's; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
@@ -60,6 +62,10 @@ AXES = {
     "hostile": "times the same without hostile receivers; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }
+LONGEST = {"peers": 8.0}
+"""Where a bar ends that would leave the others no room: some peers are much slower."""
+SEVERAL = ("commits", "peers")
+"""Sections in which one figure of ours stands beside several."""
 
 
 def draw(rows: Sequence[Row], facts: dict[str, str]) -> str:
@@ -88,8 +94,11 @@ def _section(parts: list[str], section: str, rows: list[Row], y: int) -> int:
     parts.append(_text(MARGIN, y + 14, TITLES[section][0], "title"))
     parts.append(_text(MARGIN, y + 32, AXES[section], "small"))
     y += HEAD - 12
-    bounds = [row.compared.high for row in rows] + [row.target.value for row in rows if row.target]
-    scale = BARS / (max(bounds) * 1.02)
+    measured = [row for row in rows if not row.why_not]
+    bounds = [row.compared.high for row in measured]
+    bounds += [row.target.value for row in measured if row.target]
+    longest = min(max(bounds, default=1.0), LONGEST.get(section, inf))
+    scale = BARS / (longest * 1.02)
     for row in rows:
         _row(parts, row, y, scale)
         y += ROW
@@ -97,17 +106,23 @@ def _section(parts: list[str], section: str, rows: list[Row], y: int) -> int:
 
 
 def _row(parts: list[str], row: Row, y: int, scale: float) -> None:
-    found = row.compared
     left, middle = MARGIN + LABELS, y + BAR / 2
-    length = max(found.median * scale, 1)
-    kind = {None: "plain", True: "met", False: "missed"}[row.met]
-    beside = f" / {row.beside_name}" if row.section == "commits" else ""
+    beside = f" / {row.beside_name}" if row.section in SEVERAL else ""
     parts.append(_text(MARGIN, y + 12, row.name + beside, ""))
+    if row.why_not:
+        parts.append(_text(left, y + 12, f"not measured: {row.why_not}", "small"))
+        return
+    found = row.compared
+    length = max(found.median * scale, 1)
+    if length > BARS:
+        length = BARS
+        parts.append(_text(left + BARS + 2, y + 12, "\N{RIGHTWARDS ARROW}", "small"))
+    kind = {None: "plain", True: "met", False: "missed"}[row.met]
     parts.append(
         f'<rect class="{kind}" x="{left}" y="{y}" width="{length:.1f}" height="{BAR}" rx="2"/>'
     )
     if found.low != found.high:
-        low, high = left + found.low * scale, left + found.high * scale
+        low, high = (left + min(end * scale, BARS) for end in (found.low, found.high))
         parts.append(
             f'<line class="line" x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}"/>'
         )

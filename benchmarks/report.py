@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from benchmarks.commits import find_pgbench
+from benchmarks.peers import contestants as peers
 from benchmarks.stage import cores
 from tests.support.postgres import memory
 
@@ -26,6 +27,10 @@ TITLES = {
         "One relay process draining a backlog over the lanes of one endpoint, beside the bare "
         "aiohttp client sending the same POSTs to the same receiver, as many at a time as there "
         "are lanes.",
+    ),
+    "peers": (
+        "Deliveries per second beside others",
+        "Each works off a backlog that was put in before it began, all into one receiver. {peers}",
     ),
     "watched": (
         "Deliveries per second while it is watched",
@@ -135,19 +140,22 @@ def table(rows: Sequence[Row], facts: dict[str, str], *, rounds: int, quick: boo
             lines.append(f"| **{TITLES[section][0]}** | | | | | | |")
         lines.append(
             f"| {row.name} | {_spread(row.ours, row.unit)} "
-            f"| {row.beside_name} | {_spread(row.beside, row.unit)} "
+            f"| {row.beside_name} | {_beside(row)} "
             f"| {compared(row)} | {target(row)} | {verdict(row)} |"
         )
     lines.append("")
     for each in dict.fromkeys(row.section for row in rows):
         title, what = TITLES[each]
         client = "pgbench (prepared statements)" if find_pgbench() else "asyncpg, a process a core"
-        lines += [f"**{title}.** {what.format(client=client)}", ""]
+        told = peers.told() if each == "peers" else ""
+        lines += [f"**{title}.** {what.format(client=client, peers=told)}", ""]
     return "\n".join(lines)
 
 
 def compared(row: Row) -> str:
-    """The ratio or the difference, with its spread."""
+    """The ratio or the difference, with its spread; empty if there is nothing beside it."""
+    if row.why_not:
+        return ""
     found = row.compared
     if row.relation == "difference":
         return f"+{found.median:.0f} {row.unit}"
@@ -173,6 +181,10 @@ def figure(value: float, unit: str) -> str:
     """A figure with as many digits as mean something."""
     text = f"{value:,.0f}" if value >= 100 or unit == "MB" else f"{value:.2f}"
     return f"{text}{unit}" if unit.startswith("/") else f"{text} {unit}"
+
+
+def _beside(row: Row) -> str:
+    return f"not measured: {row.why_not}" if row.why_not else _spread(row.beside, row.unit)
 
 
 def _spread(samples: Samples, unit: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,9 @@ from benchmarks import (
 from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
 from benchmarks.history import Past
+from benchmarks.peers import contestants, installing, throughput
+from benchmarks.peers.counting import rate
+from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +41,14 @@ def row(ours: float, target: Target | None) -> Row:
     return Row("latency", "one", "ms", Samples((ours,)), "parts", Samples((1.0,)), target=target)
 
 
+def cannot_be_had(_: object) -> Path:
+    raise CannotRun("pip could not fetch it")
+
+
+PLAIN_LOOP = contestants.CONTESTANTS[-1]
+ABSENT = next(each for each in contestants.CONTESTANTS if each.packages == ("pgqueuer",))
+
+
 def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,6 +56,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
         assert quick
         return [
             *await deliveries.run(stage, rounds, [Load("2 lanes, TLS", 2, 50, scheme="https")]),
+            *await throughput.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.002),
             *await watched.run(stage, rounds, Load("2 lanes", 2, 50)),
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
             *await latency.run(stage, rounds, (100,), 0.2),
@@ -58,6 +71,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
         ]
 
     monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})
+    monkeypatch.setattr(contestants, "python_packages", cannot_be_had)
     monkeypatch.setattr(commits, "find_pgbench", lambda: None)  # It knows whole seconds only.
     monkeypatch.setattr(memory, "SETTLE_S", 0.1)
     few = ("trace, X-Delivery", "dead show")
@@ -67,14 +81,17 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
     # Several each of most of them.
-    assert len(rows) == 1 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1 + 2
+    assert len(rows) == 1 + 4 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1 + 2
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()
     assert all(f"| {name} |" in written for each in told["rows"] for name in [each["name"]])
     picture = ElementTree.fromstring((tmp_path / "results.svg").read_text())  # noqa: S314 (we drew it)
     bars = picture.findall(".//{http://www.w3.org/2000/svg}rect")
-    assert len(bars) == 1 + len(told["rows"])
+    absent = [each for each in told["rows"] if each["why_not"]]
+    assert [each["beside"] for each in absent] == [ABSENT.name]
+    assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
+    assert len(bars) == 1 + len(told["rows"]) - len(absent)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +109,25 @@ def test_a_missed_target_is_a_bad_answer(
     assert ("missed" in ended.stdout) == bool(exit_code)
 
 
+def test_the_rate_is_that_of_the_middle_however_it_was_read() -> None:
+    """A hundred a second after a second in which nothing came."""
+    readings = [(0.0, 0), (1.0, 0), (1.37, 37), (1.92, 92), (2.4, 140)]
+    assert rate(readings, 100) == pytest.approx(100)
+
+
+def test_every_peer_has_one_exact_version_and_no_place() -> None:
+    pins = installing.pins()
+    assert all(re.fullmatch(r"\d+(\.\d+)+", version) for version in pins.values())
+    named = {name for each in contestants.CONTESTANTS for name in each.packages}
+    assert named <= set(pins)
+    files = {path.name for path in installing.HERE.iterdir()}
+    assert not files & {"package-lock.json", "npm-shrinkwrap.json", ".npmrc"}
+
+
 def test_an_unknown_section_is_wrong_usage() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
     assert (
-        "choose from deliveries, watched, commits, latency, replays, memory, replicas, failover"
+        "choose from deliveries, peers, watched, commits, latency, replays, memory, replicas"
         in ended.stderr
     )

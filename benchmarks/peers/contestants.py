@@ -1,0 +1,198 @@
+"""Who stands beside the relay, in which mode, and what each is asked and not asked to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from benchmarks.client import sample
+from benchmarks.figures import Target
+from benchmarks.peers.counting import receiver_name
+from benchmarks.peers.installing import NODE, node_and_packages, pins, python_packages
+from benchmarks.stage import program
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from benchmarks.stage import Child
+    from tests.support.postgres import Database
+
+HERE = Path(__file__).parent
+PAYLOAD_BYTES = 200
+BODY = sample(PAYLOAD_BYTES)[1].decode()
+"""The body of a delivery of ours, which is what the others keep and send, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A queue, and a program that works it off by POSTs.
+
+    Attributes:
+        program: what runs it, beside this file; Python's end in .py, Node's in .cjs.
+        jobs: a backlog that takes it some seconds.
+        draining: its mode while it works off a backlog.
+        asked: what it does, and what it does not.
+        packages: what it is made of; the first one's version is told.
+        target: how many times its deliveries per second ours are to be.
+    """
+
+    title: str
+    program: str
+    jobs: int
+    draining: Mapping[str, Any]
+    asked: str
+    packages: tuple[str, ...] = ()
+    target: Target | None = None
+
+    @property
+    def name(self) -> str:
+        """As the table has it."""
+        return f"{self.title} {pins()[self.packages[0]]}" if self.packages else self.title
+
+    def prepared(self) -> tuple[list[str], dict[str, str]]:
+        """The command and what its environment has, once everything is installed.
+
+        Raises:
+            CannotRun: something cannot be had.
+        """
+        path = HERE / self.program
+        if path.suffix == ".cjs":
+            node, packages = node_and_packages()
+            return [str(node), str(path)], {"NODE_PATH": str(packages)}
+        words = [sys.executable, "-m", "benchmarks.peers", path.stem]
+        if not self.packages:
+            return words, {}
+        paths = [str(python_packages(self.packages)), os.environ.get("PYTHONPATH", "")]
+        return words, {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@dataclass(slots=True)
+class Working:
+    """A contestant's process, which has put its backlog in."""
+
+    process: Child
+    statement: str = ""
+    values: list[Any] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Let it work."""
+        self.process.tell(begin=True)
+
+
+@asynccontextmanager
+async def ready(
+    contestant: Contestant,
+    database: Database,
+    url: str,
+    *,
+    jobs: int,
+    mode: Mapping[str, Any],
+) -> AsyncIterator[Working]:
+    """Its process, ready to begin, for the length of a block.
+
+    Raises:
+        CannotRun: something cannot be had, or it ended.
+    """
+    argv, env = contestant.prepared()
+    asked = {"dsn": database.dsn, "url": url, "body": BODY, "jobs": jobs, "mode": dict(mode)}
+    async with program(contestant.title, [*argv, orjson.dumps(asked).decode()], env=env) as process:
+        told = await process.answer()
+        yield Working(process, told["statement"], told["values"])
+
+
+OURS = (
+    "64 lanes of one endpoint, each in order and one delivery at a time; every delivery signed "
+    "and numbered, every attempt written to the log, other endpoints would get theirs too."
+)
+BARE = (
+    "the relay's POSTs, headers and all, over as many connections, on uvloop; it reads no "
+    "database, signs nothing, and writes nothing down."
+)
+# The values in comments were tried, too, on two cores: what is written here was the best of
+# them by deliveries per second, or, where these were alike, by CPU per delivery.
+CONTESTANTS = (
+    Contestant(
+        "graphile-worker",
+        "graphile_worker.cjs",
+        jobs=40_000,
+        draining={
+            "worker": {
+                "concurrentJobs": 64,
+                "maxPoolSize": 10,
+                "localQueue": {"size": 1000},  # 65, 500
+                "completeJobBatchDelay": 250,  # 0
+                "failJobBatchDelay": 250,
+            }
+        },
+        asked="64 jobs at a time over 64 connections (undici), a local queue of 1,000 and "
+        "completion by the batch after 250 ms, as its page on performance has it. A finished job "
+        "is deleted. Not in order, not signed, no log of attempts, no fan-out.",
+        packages=("graphile-worker",),
+        target=Target("at least", 2.5),
+    ),
+    Contestant(
+        "PgQueuer",
+        "with_pgqueuer.py",
+        jobs=15_000,
+        # batch_size: 64, 100, 250, 2000, and 10 with 5 managers as its own benchmark has it;
+        # connections: 100.
+        draining={"connections": 64, "managers": 1, "batch_size": 1000},
+        asked="asyncpg, batches of 1,000, aiohttp on uvloop over 64 connections, autovacuum as it "
+        "advises, all tables durable. A row in its log for each change of a job's state. Not in "
+        "order, as a task is made of each job at once; not signed, no fan-out.",
+        packages=("pgqueuer",),
+        target=Target("at least", 6.0),
+    ),
+    Contestant(
+        "pg-boss",
+        "pg_boss.cjs",
+        jobs=15_000,
+        draining={
+            "connections": 64,
+            "instance": {},
+            "queue": {},
+            # batchSize: 64, 100, 1000; localConcurrency: 1, 2, 8.
+            "work": {"batchSize": 250, "localConcurrency": 4, "burstWhenBatchFull": True},
+        },
+        asked="four workers in a process with batches of 250, the next one at once while they are "
+        "full, 64 connections (undici). A batch is finished, or fails, as a whole; a finished job "
+        "stays for a week. Not in order, not signed, no log of attempts, no fan-out.",
+        packages=("pg-boss",),
+    ),
+    Contestant(
+        "procrastinate",
+        "with_procrastinate.py",
+        jobs=1_200,
+        draining={"concurrency": 64, "pooled": 65, "delete_jobs": "successful"},
+        asked="one worker, 64 jobs at a time, a connection for each and one more (psycopg in C), "
+        "aiohttp on uvloop, finished jobs deleted. Each job is fetched and finished by itself. Not "
+        "in order but where jobs share a lock, not signed, no fan-out.",
+        packages=("procrastinate", "psycopg"),
+    ),
+    Contestant(
+        "a plain loop",
+        "plain_loop.py",
+        jobs=4_000,
+        draining={"poll_s": 0.01},
+        asked="SELECT the oldest that is not sent, POST, UPDATE; asyncpg, aiohttp and uvloop. In "
+        "order, one at a time; not signed, no log, no fan-out, no second copy of it.",
+    ),
+)
+
+
+def told() -> str:
+    """What each is asked, and what it does not do, with the versions: for the report."""
+    lines = [
+        f"The receiver is {receiver_name()}, and Node is {pins()[NODE]}.",
+        "",
+        f"- outbox: {OURS}",
+        f"- bare aiohttp client: {BARE}",
+        *(f"- {each.name}: {each.asked}" for each in CONTESTANTS),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,134 @@
+"""Deliveries per second: each works off a backlog that was put in before it began.
+
+All POST to one receiver, 64 at a time, and it takes the time (see counting).  The relay
+sends over the 64 lanes of one endpoint, each in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from benchmarks.deliveries import BACKLOG, FRAME_BYTES
+from benchmarks.figures import Rounds, Row, Target
+from benchmarks.peers.contestants import PAYLOAD_BYTES, ready
+from benchmarks.peers.counting import counter
+from benchmarks.stage import add_endpoint, child, search
+from outbox.errors import CannotRun
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+    from typing import Any
+
+    from benchmarks.peers.contestants import Contestant
+    from benchmarks.peers.counting import Counter
+    from benchmarks.stage import Stage
+
+SECTION = "peers"
+MANY = 64
+DELIVERIES = {1: 10_000, MANY: 40_000}
+"""Of the relay, and of the bare client, by how many at a time."""
+OURS = {1: "outbox, 1 lane", MANY: "outbox, 64 lanes"}
+BARE = {1: "bare aiohttp client, one at a time", MANY: "bare aiohttp client, 64 at a time"}
+TARGETS = {1: Target("at least", 0.6), MANY: Target("at least", 2.5)}
+ROUND_S = 120.0
+LAST_S = 5.0
+"""How long the last ones may still be counted after whoever sent them ended."""
+
+
+async def run(
+    stage: Stage, rounds: int, contestants: Sequence[Contestant], share: float
+) -> list[Row]:
+    """Everybody in turns, round by round, with a share of the backlogs."""
+    found, absent = Rounds(), dict[str, str]()
+    async with counter(stage) as counting:
+        for number in range(rounds):
+            for at_a_time, deliveries in DELIVERIES.items():
+                jobs = int(deliveries * share)
+                found.add(OURS[at_a_time], await relay(stage, counting, at_a_time, jobs))
+                found.add(BARE[at_a_time], await bare(counting, at_a_time, jobs))
+            for each in contestants:
+                if each.name in absent:
+                    continue
+                try:
+                    found.add(each.name, await peer(stage, counting, each, int(each.jobs * share)))
+                except CannotRun as error:
+                    absent[each.name] = str(error)
+                    stage.say(f"peers, {each.name}: not measured: {error}")
+            told = ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in found.values.items())
+            stage.say(f"peers, round {number + 1} of {rounds}: {told}")
+
+    def row(at_a_time: int, name: str, target: Target | None) -> Row:
+        what, ours = OURS[at_a_time].removeprefix("outbox, "), found.of(OURS[at_a_time])
+        if name in absent:
+            return Row(SECTION, what, "/s", ours, name, why_not=absent[name], target=target)
+        return Row(SECTION, what, "/s", ours, name, found.of(name), target=target)
+
+    return [
+        *(row(at_a_time, name, TARGETS[at_a_time]) for at_a_time, name in BARE.items()),
+        *(row(MANY, each.name, each.target) for each in contestants),
+    ]
+
+
+async def relay(stage: Stage, counting: Counter, lanes: int, deliveries: int) -> float:
+    """The relay's deliveries per second."""
+    async with stage.server.database() as database:
+        async with search(database) as connection:
+            await add_endpoint(connection, counting.url, lanes=lanes)
+            await connection.execute(BACKLOG, deliveries, PAYLOAD_BYTES - FRAME_BYTES)
+        counting.expect(deliveries)
+        async with stage.relay(database, owns=False) as process:
+            assert process.process is not None
+            return await _counted(counting, "the relay", process.process.wait())
+
+
+async def bare(counting: Counter, at_a_time: int, requests: int) -> float:
+    """The bare client's requests per second."""
+    counting.expect(requests)
+    async with child(
+        "client",
+        counting.url,
+        "--quick-loop",
+        *("--requests", requests),
+        *("--concurrency", at_a_time),
+        *("--payload-bytes", PAYLOAD_BYTES),
+    ) as process:
+        return await _counted(counting, "the bare client", process.ended())
+
+
+async def peer(stage: Stage, counting: Counter, contestant: Contestant, jobs: int) -> float:
+    """A contestant's deliveries per second.
+
+    Raises:
+        CannotRun: it cannot be had, it ended, or it did not get through.
+    """
+    async with (
+        stage.server.database(migrated=False) as database,
+        ready(contestant, database, counting.url, jobs=jobs, mode=contestant.draining) as working,
+    ):
+        counting.expect(jobs)
+        working.begin()
+        return await _counted(counting, contestant.title, working.process.ended())
+
+
+async def _counted(counting: Counter, who: str, ended: Coroutine[Any, Any, int]) -> float:
+    """The rate, unless whoever sends ends before.
+
+    Raises:
+        CannotRun: it ended, or it takes far too long.
+    """
+    rate, end = asyncio.create_task(counting.per_s()), asyncio.create_task(ended)
+    try:
+        done, _ = await asyncio.wait(
+            (rate, end), timeout=ROUND_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        if end in done:
+            await asyncio.wait((rate,), timeout=LAST_S)
+        if rate.done():
+            return rate.result()
+        if end in done:
+            raise CannotRun(f"{who} ended before all had come; its words are above")
+        raise CannotRun(f"{who} did not get through within {ROUND_S:g} s")
+    finally:
+        rate.cancel()
+        end.cancel()
