@@ -1,4 +1,4 @@
-"""What the relay costs and yields, beside what it is built on, in one run.
+"""What the relay costs and yields, beside what it is built on and beside others, in one run.
 
     python3 run.py bench
 

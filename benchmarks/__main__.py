@@ -84,10 +84,14 @@ usage, 3 it could not run.
     help="Where table and picture go.",
 )
 def main(quick: bool, only: list[str], rounds: int | None, as_json: bool, out: Path) -> None:
-    """Measure the relay beside what it is built on.
+    """Measure the relay beside what it is built on, and beside others.
 
-    Starts a PostgreSQL, a receiver, clients and relays of its own on this
-    machine, and ends all of them. Takes three quarters of an hour, with --quick two minutes.
+    Starts a PostgreSQL, receivers, clients and relays of its own on this
+    machine, and ends all of them. Takes an hour, with --quick three minutes.
+
+    The section "peers" fetches PgQueuer, procrastinate, graphile-worker and pg-boss, and a
+    Node for the latter two, in pinned versions into build/ the first time. Whatever cannot be
+    had is not measured, and the table says why. With nginx here, that is the receiver.
     """
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     try:

@@ -49,6 +49,7 @@ STYLE = """
 AXES = {
     "deliveries": "share of what the bare aiohttp client does; more is better",
     "peers": "times what the other does; more is better, and an arrow goes on",
+    "peers-latency": "times what the other takes; less is better",
     "watched": "share of what the same relay does watched by nobody; more is better",
     "commits": "commits per second beside another way's; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
@@ -64,7 +65,7 @@ AXES = {
 }
 LONGEST = {"peers": 8.0}
 """Where a bar ends that would leave the others no room: some peers are much slower."""
-SEVERAL = ("commits", "peers")
+SEVERAL = ("commits", "peers", "peers-latency")
 """Sections in which one figure of ours stands beside several."""
 
 

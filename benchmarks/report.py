@@ -32,6 +32,12 @@ TITLES = {
         "Deliveries per second beside others",
         "Each works off a backlog that was put in before it began, all into one receiver. {peers}",
     ),
+    "peers-latency": (
+        "Commit to receiver beside others",
+        "Milliseconds from sending COMMIT to the request's arrival at the benchmark's own "
+        "receiver; one producer for all, with what each one's own client sends, in a transaction "
+        "with a domain write. Everybody is asked the same as above, but for:{peers}",
+    ),
     "watched": (
         "Deliveries per second while it is watched",
         "Metrics scraped each second, metrics and traces pushed by OTLP, one event of a hundred "
@@ -100,6 +106,8 @@ TITLES = {
     ),
 }
 """Of every section: what it is called, and what it says."""
+PEERS = {"peers": peers.told, "peers-latency": peers.told_of_latency}
+"""What these say of each contestant."""
 
 
 def machine(postgres: str) -> dict[str, str]:
@@ -147,7 +155,7 @@ def table(rows: Sequence[Row], facts: dict[str, str], *, rounds: int, quick: boo
     for each in dict.fromkeys(row.section for row in rows):
         title, what = TITLES[each]
         client = "pgbench (prepared statements)" if find_pgbench() else "asyncpg, a process a core"
-        told = peers.told() if each == "peers" else ""
+        told = PEERS[each]() if each in PEERS else ""
         lines += [f"**{title}.** {what.format(client=client, peers=told)}", ""]
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import xml.etree.ElementTree as ElementTree
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
 from benchmarks.history import Past
 from benchmarks.peers import contestants, installing, throughput
+from benchmarks.peers import latency as peers_latency
 from benchmarks.peers.counting import rate
 from outbox.errors import CannotRun
 
@@ -57,6 +59,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
         return [
             *await deliveries.run(stage, rounds, [Load("2 lanes, TLS", 2, 50, scheme="https")]),
             *await throughput.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.002),
+            *await peers_latency.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.05),
             *await watched.run(stage, rounds, Load("2 lanes", 2, 50)),
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
             *await latency.run(stage, rounds, (100,), 0.2),
@@ -81,7 +84,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
     # Several each of most of them.
-    assert len(rows) == 1 + 4 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1 + 2
+    assert len(rows) == 1 + 4 + 2 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1 + 2
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()
@@ -89,7 +92,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     picture = ElementTree.fromstring((tmp_path / "results.svg").read_text())  # noqa: S314 (we drew it)
     bars = picture.findall(".//{http://www.w3.org/2000/svg}rect")
     absent = [each for each in told["rows"] if each["why_not"]]
-    assert [each["beside"] for each in absent] == [ABSENT.name]
+    assert [each["beside"] for each in absent] == [ABSENT.name] * 3
     assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
     assert len(bars) == 1 + len(told["rows"]) - len(absent)
 
@@ -113,6 +116,27 @@ def test_the_rate_is_that_of_the_middle_however_it_was_read() -> None:
     """A hundred a second after a second in which nothing came."""
     readings = [(0.0, 0), (1.0, 0), (1.37, 37), (1.92, 92), (2.4, 140)]
     assert rate(readings, 100) == pytest.approx(100)
+
+
+async def test_who_ends_before_everything_came_is_told_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def ended() -> int:
+        return 1
+
+    monkeypatch.setattr(throughput, "LAST_S", 0.0)
+    with pytest.raises(CannotRun, match="somebody ended before all had come"):
+        await throughput.unless_ended("somebody", asyncio.Event().wait(), ended())
+
+
+async def test_who_ends_when_everything_is_sent_may_be_counted_to_the_end() -> None:
+    everything = asyncio.Event()
+
+    async def ended() -> int:
+        everything.set()
+        return 0
+
+    assert await throughput.unless_ended("somebody", everything.wait(), ended())
 
 
 def test_every_peer_has_one_exact_version_and_no_place() -> None:

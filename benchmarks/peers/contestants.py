@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from contextlib import asynccontextmanager
@@ -27,6 +28,8 @@ HERE = Path(__file__).parent
 PAYLOAD_BYTES = 200
 BODY = sample(PAYLOAD_BYTES)[1].decode()
 """The body of a delivery of ours, which is what the others keep and send, too."""
+NUMBER = "12345"
+"""What stands in it where each event has its own number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,9 @@ class Contestant:
         program: what runs it, beside this file; Python's end in .py, Node's in .cjs.
         jobs: a backlog that takes it some seconds.
         draining: its mode while it works off a backlog.
+        at_once: its mode while what counts is how soon.
         asked: what it does, and what it does not.
+        soon: what is other while what counts is how soon.
         packages: what it is made of; the first one's version is told.
         target: how many times its deliveries per second ours are to be.
     """
@@ -46,7 +51,9 @@ class Contestant:
     program: str
     jobs: int
     draining: Mapping[str, Any]
+    at_once: Mapping[str, Any]
     asked: str
+    soon: str
     packages: tuple[str, ...] = ()
     target: Target | None = None
 
@@ -99,7 +106,7 @@ async def ready(
     Raises:
         CannotRun: something cannot be had, or it ended.
     """
-    argv, env = contestant.prepared()
+    argv, env = await asyncio.to_thread(contestant.prepared)  # It may fetch something.
     asked = {"dsn": database.dsn, "url": url, "body": BODY, "jobs": jobs, "mode": dict(mode)}
     async with program(contestant.title, [*argv, orjson.dumps(asked).decode()], env=env) as process:
         told = await process.answer()
@@ -130,9 +137,19 @@ CONTESTANTS = (
                 "failJobBatchDelay": 250,
             }
         },
+        at_once={
+            "worker": {
+                "concurrentJobs": 64,
+                "maxPoolSize": 10,
+                "localQueue": {"size": 65},
+                "completeJobBatchDelay": 0,
+                "failJobBatchDelay": 0,
+            }
+        },
         asked="64 jobs at a time over 64 connections (undici), a local queue of 1,000 and "
         "completion by the batch after 250 ms, as its page on performance has it. A finished job "
         "is deleted. Not in order, not signed, no log of attempts, no fan-out.",
+        soon="a local queue of 65, completion without delay.",
         packages=("graphile-worker",),
         target=Target("at least", 2.5),
     ),
@@ -143,9 +160,11 @@ CONTESTANTS = (
         # batch_size: 64, 100, 250, 2000, and 10 with 5 managers as its own benchmark has it;
         # connections: 100.
         draining={"connections": 64, "managers": 1, "batch_size": 1000},
+        at_once={"connections": 64, "managers": 1, "batch_size": 100},
         asked="asyncpg, batches of 1,000, aiohttp on uvloop over 64 connections, autovacuum as it "
         "advises, all tables durable. A row in its log for each change of a job's state. Not in "
         "order, as a task is made of each job at once; not signed, no fan-out.",
+        soon="batches of 100.",
         packages=("pgqueuer",),
         target=Target("at least", 6.0),
     ),
@@ -160,9 +179,16 @@ CONTESTANTS = (
             # batchSize: 64, 100, 1000; localConcurrency: 1, 2, 8.
             "work": {"batchSize": 250, "localConcurrency": 4, "burstWhenBatchFull": True},
         },
+        at_once={
+            "connections": 64,
+            "instance": {"useListenNotify": True},
+            "queue": {"notify": True},
+            "work": {"batchSize": 64, "localConcurrency": 4, "burstWhenBatchFull": True},
+        },
         asked="four workers in a process with batches of 250, the next one at once while they are "
         "full, 64 connections (undici). A batch is finished, or fails, as a whole; a finished job "
         "stays for a week. Not in order, not signed, no log of attempts, no fan-out.",
+        soon="batches of 64, and NOTIFY wakes its workers.",
         packages=("pg-boss",),
     ),
     Contestant(
@@ -170,9 +196,11 @@ CONTESTANTS = (
         "with_procrastinate.py",
         jobs=1_200,
         draining={"concurrency": 64, "pooled": 65, "delete_jobs": "successful"},
+        at_once={"concurrency": 64, "pooled": 65, "delete_jobs": "successful"},
         asked="one worker, 64 jobs at a time, a connection for each and one more (psycopg in C), "
         "aiohttp on uvloop, finished jobs deleted. Each job is fetched and finished by itself. Not "
         "in order but where jobs share a lock, not signed, no fan-out.",
+        soon="the same.",
         packages=("procrastinate", "psycopg"),
     ),
     Contestant(
@@ -180,8 +208,10 @@ CONTESTANTS = (
         "plain_loop.py",
         jobs=4_000,
         draining={"poll_s": 0.01},
+        at_once={"poll_s": 0.01},
         asked="SELECT the oldest that is not sent, POST, UPDATE; asyncpg, aiohttp and uvloop. In "
         "order, one at a time; not signed, no log, no fan-out, no second copy of it.",
+        soon="it looks again 10 ms after it found nothing.",
     ),
 )
 
@@ -189,10 +219,16 @@ CONTESTANTS = (
 def told() -> str:
     """What each is asked, and what it does not do, with the versions: for the report."""
     lines = [
-        f"The receiver is {receiver_name()}, and Node is {pins()[NODE]}.",
+        f"The receiver is {receiver_name()}. Node is {pins()[NODE]}, undici {pins()['undici']}, "
+        f"psycopg {pins()['psycopg']}.",
         "",
         f"- outbox: {OURS}",
         f"- bare aiohttp client: {BARE}",
         *(f"- {each.name}: {each.asked}" for each in CONTESTANTS),
     ]
     return "\n".join(lines)
+
+
+def told_of_latency() -> str:
+    """In what each differs from that, when what counts is how soon."""
+    return "\n".join(["", "", *(f"- {each.name}: {each.soon}" for each in CONTESTANTS)])

@@ -1,10 +1,10 @@
-"""The section: how many deliveries a second, beside everybody."""
+"""The section: how many deliveries a second, and how soon, beside everybody."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from benchmarks.peers import throughput
+from benchmarks.peers import latency, throughput
 from benchmarks.peers.contestants import CONTESTANTS
 
 if TYPE_CHECKING:
@@ -12,8 +12,15 @@ if TYPE_CHECKING:
     from benchmarks.stage import Stage
 
 QUICK_SHARE = 0.1
+"""Of the backlogs."""
+SECONDS, QUICK_SECONDS = 5.0, 1.0
+"""Of events at a thousand each second."""
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
     """Everybody in turns, round by round."""
-    return await throughput.run(stage, rounds, CONTESTANTS, QUICK_SHARE if quick else 1.0)
+    share, seconds = (QUICK_SHARE, QUICK_SECONDS) if quick else (1.0, SECONDS)
+    return [
+        *await throughput.run(stage, rounds, CONTESTANTS, share),
+        *await latency.run(stage, rounds, CONTESTANTS, seconds),
+    ]

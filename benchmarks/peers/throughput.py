@@ -7,7 +7,7 @@ sends over the 64 lanes of one endpoint, each in order.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from benchmarks.deliveries import BACKLOG, FRAME_BYTES
 from benchmarks.figures import Rounds, Row, Target
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from benchmarks.peers.contestants import Contestant
     from benchmarks.peers.counting import Counter
     from benchmarks.stage import Stage
+
+T = TypeVar("T")
 
 SECTION = "peers"
 MANY = 64
@@ -79,7 +81,7 @@ async def relay(stage: Stage, counting: Counter, lanes: int, deliveries: int) ->
         counting.expect(deliveries)
         async with stage.relay(database, owns=False) as process:
             assert process.process is not None
-            return await _counted(counting, "the relay", process.process.wait())
+            return await unless_ended("the relay", counting.per_s(), process.process.wait())
 
 
 async def bare(counting: Counter, at_a_time: int, requests: int) -> float:
@@ -93,7 +95,7 @@ async def bare(counting: Counter, at_a_time: int, requests: int) -> float:
         *("--concurrency", at_a_time),
         *("--payload-bytes", PAYLOAD_BYTES),
     ) as process:
-        return await _counted(counting, "the bare client", process.ended())
+        return await unless_ended("the bare client", counting.per_s(), process.ended())
 
 
 async def peer(stage: Stage, counting: Counter, contestant: Contestant, jobs: int) -> float:
@@ -108,27 +110,28 @@ async def peer(stage: Stage, counting: Counter, contestant: Contestant, jobs: in
     ):
         counting.expect(jobs)
         working.begin()
-        return await _counted(counting, contestant.title, working.process.ended())
+        return await unless_ended(contestant.title, counting.per_s(), working.process.ended())
 
 
-async def _counted(counting: Counter, who: str, ended: Coroutine[Any, Any, int]) -> float:
-    """The rate, unless whoever sends ends before.
+async def unless_ended(
+    who: str, answer: Coroutine[Any, Any, T], ended: Coroutine[Any, Any, int]
+) -> T:
+    """The answer, unless whoever it depends on ends before.
 
     Raises:
         CannotRun: it ended, or it takes far too long.
     """
-    rate, end = asyncio.create_task(counting.per_s()), asyncio.create_task(ended)
+    answered, end = asyncio.create_task(answer), asyncio.create_task(ended)
     try:
-        done, _ = await asyncio.wait(
-            (rate, end), timeout=ROUND_S, return_when=asyncio.FIRST_COMPLETED
-        )
-        if end in done:
-            await asyncio.wait((rate,), timeout=LAST_S)
-        if rate.done():
-            return rate.result()
-        if end in done:
-            raise CannotRun(f"{who} ended before all had come; its words are above")
-        raise CannotRun(f"{who} did not get through within {ROUND_S:g} s")
+        async with asyncio.timeout(ROUND_S):
+            await asyncio.wait((answered, end), return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                await asyncio.wait((answered,), timeout=LAST_S)
+        if answered.done():
+            return answered.result()
+        raise CannotRun(f"{who} ended before all had come; its words are above")
+    except TimeoutError:
+        raise CannotRun(f"{who} did not get through within {ROUND_S:g} s") from None
     finally:
-        rate.cancel()
+        answered.cancel()
         end.cancel()

@@ -29,9 +29,10 @@ async def work(asked: Asked) -> None:
     for put in range(0, asked.jobs, AT_ONCE):
         jobs = min(AT_ONCE, asked.jobs - put)
         await queries.enqueue([NAME] * jobs, [body] * jobs, [0] * jobs)
-    await asked.ready(
-        queries.qbq.build_enqueue_query(), [[0], [NAME], [asked.body], [None], [None], [None]]
-    )
+    # What `Queries.enqueue` sends for one: priority, name, payload, delay in microseconds, no
+    # key that keeps a second one away, and headers as JSON.
+    values = [[0], [NAME], [asked.body], [0], [None], ["null"]]
+    await asked.ready(queries.qbq.build_enqueue_query(), values)
     connections = asked.mode["connections"]
     async with posting(asked.url, connections) as post, asyncio.TaskGroup() as tasks:
 

@@ -1,0 +1,153 @@
+"""From COMMIT to the receiver, at a thousand a second, by the relay and by everybody else.
+
+The same producer for all, with what each one's own client sends, in a transaction with a
+domain write; and the same receiver, the benchmark's own, because it notes when each came.
+Nobody has a backlog: who cannot keep up gets one, and it shows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import orjson
+
+from benchmarks.commits import MAKE_ACCOUNTS
+from benchmarks.deliveries import BACKLOG, FRAME_BYTES
+from benchmarks.figures import Rounds, Row, Target, percentile
+from benchmarks.latency import NS_PER_MS, WARM_UP
+from benchmarks.peers.contestants import NUMBER, PAYLOAD_BYTES, ready
+from benchmarks.peers.throughput import MANY, unless_ended
+from benchmarks.stage import add_endpoint, child, search
+from outbox.errors import CannotRun
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+    from typing import Any
+
+    from benchmarks.peers.contestants import Contestant
+    from benchmarks.stage import Stage
+    from tests.support.postgres import Database
+
+SECTION = "peers-latency"
+PER_S = 1000
+SHARES = {"p50": 0.5, "p99": 0.99}
+TARGET = Target("at most", 1.0)
+FIRST = 8
+"""That many are there before, so that everybody is seen to work before it counts."""
+PUBLISH = """
+INSERT INTO relay.outbox (type, key, payload) VALUES ('order.paid', $1::text, $2::text::jsonb)
+"""
+OURS = "outbox"
+
+
+async def run(
+    stage: Stage, rounds: int, contestants: Sequence[Contestant], seconds: float
+) -> list[Row]:
+    """Everybody in turns, round by round."""
+    found, absent = Rounds(), dict[str, str]()
+    for number in range(rounds):
+        for each in (None, *contestants):
+            name = OURS if each is None else each.name
+            if name in absent:
+                continue
+            try:
+                latency_ms = await (
+                    relay(stage, seconds) if each is None else peer(stage, each, seconds)
+                )
+            except CannotRun as error:
+                if each is None:
+                    raise
+                absent[name] = str(error)
+                stage.say(f"peers, {name}: not measured: {error}")
+                continue
+            for what, share in SHARES.items():
+                found.add(f"{name}, {what}", percentile(latency_ms, share))
+        told = ", ".join(f"{name} {values[-1]:,.2f} ms" for name, values in found.values.items())
+        stage.say(f"peers, {PER_S:,} events/s, round {number + 1} of {rounds}: {told}")
+
+    def row(each: Contestant, what: str) -> Row:
+        name, ours = f"{PER_S:,} events/s, {what}", found.of(f"{OURS}, {what}")
+        if each.name in absent:
+            return Row(
+                SECTION, name, "ms", ours, each.name, why_not=absent[each.name], target=TARGET
+            )
+        beside = found.of(f"{each.name}, {what}")
+        return Row(SECTION, name, "ms", ours, each.name, beside, target=TARGET)
+
+    return [row(each, what) for each in contestants for what in SHARES]
+
+
+async def relay(stage: Stage, seconds: float) -> list[float]:
+    """Of every event the milliseconds to the receiver."""
+    filler_bytes = PAYLOAD_BYTES - FRAME_BYTES
+    payload = f'{{"n": {NUMBER}, "filler": "{"x" * filler_bytes}"}}'
+    async with stage.server.database() as database:
+        async with search(database) as connection:
+            await add_endpoint(connection, stage.urls["http"], lanes=MANY)
+            await connection.execute(BACKLOG, FIRST, filler_bytes)
+        stage.expect(FIRST)
+        async with stage.relay(database) as started:
+            process = started.process
+            assert process is not None
+            return await _latency_ms(
+                stage,
+                database,
+                (PUBLISH, [f"order-{NUMBER}", payload]),
+                lambda: unless_ended("the relay", stage.receiver.answer(), process.wait()),
+                seconds,
+            )
+
+
+async def peer(stage: Stage, contestant: Contestant, seconds: float) -> list[float]:
+    """Of every job the milliseconds to the receiver.
+
+    Raises:
+        CannotRun: it cannot be had, it ended, or it did not get through.
+    """
+    url, mode = stage.urls["http"], contestant.at_once
+    async with (
+        stage.server.database(migrated=False) as database,
+        ready(contestant, database, url, jobs=FIRST, mode=mode) as working,
+    ):
+        stage.expect(FIRST)
+        working.begin()
+        return await _latency_ms(
+            stage,
+            database,
+            (working.statement, working.values),
+            lambda: unless_ended(
+                contestant.title, stage.receiver.answer(), working.process.ended()
+            ),
+            seconds,
+        )
+
+
+async def _latency_ms(
+    stage: Stage,
+    database: Database,
+    enqueue: tuple[str, list[Any]],
+    everything: Callable[[], Awaitable[Any]],
+    seconds: float,
+) -> list[float]:
+    """Enqueue when the first have come, and wait for all."""
+    statement, values = enqueue
+    async with database.connection() as connection:
+        await connection.execute(MAKE_ACCOUNTS)
+    await everything()
+    events = int(PER_S * seconds)
+    asked = {
+        "dsn": database.dsn,
+        "statement": statement,
+        "values": values,
+        "number": NUMBER,
+        "per_s": PER_S,
+        "events": events,
+    }
+    stage.expect(events, keep=True)
+    async with child("peers.enqueuing", orjson.dumps(asked).decode()) as producer:
+        await producer.answer()
+        producer.tell(begin=True)
+        sent_at = (await producer.answer())["sent_at"]
+    arrived = (await everything())["arrived"]
+    counted = map(str, range(int(events * WARM_UP), events))
+    return [(arrived[n] - sent_at[n]) / NS_PER_MS for n in counted if n in arrived]
