@@ -28,7 +28,7 @@ from benchmarks import (
 from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
 from benchmarks.history import Past
-from benchmarks.peers import contestants, installing, throughput
+from benchmarks.peers import contestants, installing, throughput, turns
 from benchmarks.peers import latency as peers_latency
 from benchmarks.peers.counting import rate
 from outbox.errors import CannotRun
@@ -124,9 +124,9 @@ async def test_who_ends_before_everything_came_is_told_of(
     async def ended() -> int:
         return 1
 
-    monkeypatch.setattr(throughput, "LAST_S", 0.0)
+    monkeypatch.setattr(turns, "LAST_S", 0.0)
     with pytest.raises(CannotRun, match="somebody ended before all had come"):
-        await throughput.unless_ended("somebody", asyncio.Event().wait(), ended())
+        await turns.unless_ended("somebody", asyncio.Event().wait(), ended())
 
 
 async def test_who_ends_when_everything_is_sent_may_be_counted_to_the_end() -> None:
@@ -136,7 +136,7 @@ async def test_who_ends_when_everything_is_sent_may_be_counted_to_the_end() -> N
         everything.set()
         return 0
 
-    assert await throughput.unless_ended("somebody", everything.wait(), ended())
+    assert await turns.unless_ended("somebody", everything.wait(), ended())
 
 
 def test_every_peer_has_one_exact_version_and_no_place() -> None:

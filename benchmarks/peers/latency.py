@@ -13,22 +13,22 @@ import orjson
 
 from benchmarks.commits import MAKE_ACCOUNTS
 from benchmarks.deliveries import BACKLOG, FRAME_BYTES
-from benchmarks.figures import Rounds, Row, Target, percentile
+from benchmarks.figures import Target, percentile
 from benchmarks.latency import NS_PER_MS, WARM_UP
 from benchmarks.peers.contestants import NUMBER, PAYLOAD_BYTES, ready
-from benchmarks.peers.throughput import MANY, unless_ended
+from benchmarks.peers.throughput import MANY
+from benchmarks.peers.turns import Turns, unless_ended
 from benchmarks.stage import add_endpoint, child, search
-from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
     from typing import Any
 
+    from benchmarks.figures import Row
     from benchmarks.peers.contestants import Contestant
     from benchmarks.stage import Stage
     from tests.support.postgres import Database
 
-SECTION = "peers-latency"
 PER_S = 1000
 SHARES = {"p50": 0.5, "p99": 0.99}
 TARGET = Target("at most", 1.0)
@@ -44,37 +44,29 @@ async def run(
     stage: Stage, rounds: int, contestants: Sequence[Contestant], seconds: float
 ) -> list[Row]:
     """Everybody in turns, round by round."""
-    found, absent = Rounds(), dict[str, str]()
+    turns = Turns(stage, "peers-latency", "ms")
+
+    def add(name: str, latency_ms: list[float]) -> None:
+        for what, share in SHARES.items():
+            turns.found.add(f"{name}, {what}", percentile(latency_ms, share))
+
     for number in range(rounds):
-        for each in (None, *contestants):
-            name = OURS if each is None else each.name
-            if name in absent:
-                continue
-            try:
-                latency_ms = await (
-                    relay(stage, seconds) if each is None else peer(stage, each, seconds)
-                )
-            except CannotRun as error:
-                if each is None:
-                    raise
-                absent[name] = str(error)
-                stage.say(f"peers, {name}: not measured: {error}")
-                continue
-            for what, share in SHARES.items():
-                found.add(f"{name}, {what}", percentile(latency_ms, share))
-        told = ", ".join(f"{name} {values[-1]:,.2f} ms" for name, values in found.values.items())
-        stage.say(f"peers, {PER_S:,} events/s, round {number + 1} of {rounds}: {told}")
-
-    def row(each: Contestant, what: str) -> Row:
-        name, ours = f"{PER_S:,} events/s, {what}", found.of(f"{OURS}, {what}")
-        if each.name in absent:
-            return Row(
-                SECTION, name, "ms", ours, each.name, why_not=absent[each.name], target=TARGET
-            )
-        beside = found.of(f"{each.name}, {what}")
-        return Row(SECTION, name, "ms", ours, each.name, beside, target=TARGET)
-
-    return [row(each, what) for each in contestants for what in SHARES]
+        add(OURS, await relay(stage, seconds))
+        for each in turns.those_left(contestants):
+            with turns.unless_it_cannot(each):
+                add(each.name, await peer(stage, each, seconds))
+        turns.tell(number, rounds)
+    return [
+        turns.row(
+            f"{PER_S:,} events/s, {what}",
+            f"{OURS}, {what}",
+            each.name,
+            f"{each.name}, {what}",
+            TARGET,
+        )
+        for each in contestants
+        for what in SHARES
+    ]
 
 
 async def relay(stage: Stage, seconds: float) -> list[float]:

@@ -6,65 +6,51 @@ sends over the 64 lanes of one endpoint, each in order.
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from benchmarks.deliveries import BACKLOG, FRAME_BYTES
-from benchmarks.figures import Rounds, Row, Target
+from benchmarks.figures import Target
 from benchmarks.peers.contestants import PAYLOAD_BYTES, ready
 from benchmarks.peers.counting import counter
+from benchmarks.peers.turns import Turns, unless_ended
 from benchmarks.stage import add_endpoint, child, search
-from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
-    from typing import Any
+    from collections.abc import Sequence
 
+    from benchmarks.figures import Row
     from benchmarks.peers.contestants import Contestant
     from benchmarks.peers.counting import Counter
     from benchmarks.stage import Stage
 
-T = TypeVar("T")
-
-SECTION = "peers"
 MANY = 64
 DELIVERIES = {1: 10_000, MANY: 40_000}
 """Of the relay, and of the bare client, by how many at a time."""
 OURS = {1: "outbox, 1 lane", MANY: "outbox, 64 lanes"}
 BARE = {1: "bare aiohttp client, one at a time", MANY: "bare aiohttp client, 64 at a time"}
 TARGETS = {1: Target("at least", 0.6), MANY: Target("at least", 2.5)}
-ROUND_S = 120.0
-LAST_S = 5.0
-"""How long the last ones may still be counted after whoever sent them ended."""
 
 
 async def run(
     stage: Stage, rounds: int, contestants: Sequence[Contestant], share: float
 ) -> list[Row]:
     """Everybody in turns, round by round, with a share of the backlogs."""
-    found, absent = Rounds(), dict[str, str]()
+    turns = Turns(stage, "peers", "/s")
+    found = turns.found
     async with counter(stage) as counting:
         for number in range(rounds):
             for at_a_time, deliveries in DELIVERIES.items():
                 jobs = int(deliveries * share)
                 found.add(OURS[at_a_time], await relay(stage, counting, at_a_time, jobs))
                 found.add(BARE[at_a_time], await bare(counting, at_a_time, jobs))
-            for each in contestants:
-                if each.name in absent:
-                    continue
-                try:
+            for each in turns.those_left(contestants):
+                with turns.unless_it_cannot(each):
                     found.add(each.name, await peer(stage, counting, each, int(each.jobs * share)))
-                except CannotRun as error:
-                    absent[each.name] = str(error)
-                    stage.say(f"peers, {each.name}: not measured: {error}")
-            told = ", ".join(f"{name} {values[-1]:,.0f}/s" for name, values in found.values.items())
-            stage.say(f"peers, round {number + 1} of {rounds}: {told}")
+            turns.tell(number, rounds)
 
     def row(at_a_time: int, name: str, target: Target | None) -> Row:
-        what, ours = OURS[at_a_time].removeprefix("outbox, "), found.of(OURS[at_a_time])
-        if name in absent:
-            return Row(SECTION, what, "/s", ours, name, why_not=absent[name], target=target)
-        return Row(SECTION, what, "/s", ours, name, found.of(name), target=target)
+        ours = OURS[at_a_time]
+        return turns.row(ours.removeprefix("outbox, "), ours, name, name, target)
 
     return [
         *(row(at_a_time, name, TARGETS[at_a_time]) for at_a_time, name in BARE.items()),
@@ -111,27 +97,3 @@ async def peer(stage: Stage, counting: Counter, contestant: Contestant, jobs: in
         counting.expect(jobs)
         working.begin()
         return await unless_ended(contestant.title, counting.per_s(), working.process.ended())
-
-
-async def unless_ended(
-    who: str, answer: Coroutine[Any, Any, T], ended: Coroutine[Any, Any, int]
-) -> T:
-    """The answer, unless whoever it depends on ends before.
-
-    Raises:
-        CannotRun: it ended, or it takes far too long.
-    """
-    answered, end = asyncio.create_task(answer), asyncio.create_task(ended)
-    try:
-        async with asyncio.timeout(ROUND_S):
-            await asyncio.wait((answered, end), return_when=asyncio.FIRST_COMPLETED)
-            if end.done():
-                await asyncio.wait((answered,), timeout=LAST_S)
-        if answered.done():
-            return answered.result()
-        raise CannotRun(f"{who} ended before all had come; its words are above")
-    except TimeoutError:
-        raise CannotRun(f"{who} did not get through within {ROUND_S:g} s") from None
-    finally:
-        answered.cancel()
-        end.cancel()
