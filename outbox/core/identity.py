@@ -69,7 +69,7 @@ def message_id(
         | _VARIANT
         | low & (1 << 62) - 1
     )
-    text = f"{n:032x}"
+    text = n.to_bytes(16).hex()
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
 

@@ -190,27 +190,19 @@ def _body(delivery: Delivery, event_id: str, previous_seq: int, *, lane_ends: bo
     # Put together by hand: most of it needs no quoting, and a dictionary on the way to JSON
     # took longer than all else that is done to a body.
     tenant, key = delivery.tenant, delivery.key
-    return b"".join(
-        (
-            b'{"id":"',
-            event_id.encode(),
-            b'","type":',
-            _quoted(delivery.type),
-            b',"timestamp":"',
-            rfc3339(delivery.published_at).encode(),
-            b'"' if tenant is None else b'","tenant":' + _quoted(tenant),
-            b"" if key is None else b',"key":' + orjson.dumps(key),
-            b',"lane":"%b","sequence":%d,"previous_sequence":%d'
-            % (delivery.lane.encode(), delivery.seq, previous_seq),
-            b"" if delivery.is_plain and not lane_ends else _rest(delivery, lane_ends=lane_ends),
-            b',"data":',
-            delivery.payload,
-            b"}",
-        )
+    told_tenant = "" if tenant is None else f',"tenant":{_quoted(tenant)}'
+    told_key = "" if key is None else f',"key":{orjson.dumps(key).decode()}'
+    rest = "" if delivery.is_plain and not lane_ends else _rest(delivery, lane_ends=lane_ends)
+    envelope = (
+        f'{{"id":"{event_id}","type":{_quoted(delivery.type)},'
+        f'"timestamp":"{rfc3339(delivery.published_at)}"{told_tenant}{told_key},'
+        f'"lane":"{delivery.lane}","sequence":{delivery.seq},'
+        f'"previous_sequence":{previous_seq}{rest},"data":'
     )
+    return b"%b%b}" % (envelope.encode(), delivery.payload)
 
 
-def _rest(delivery: Delivery, *, lane_ends: bool) -> bytes:
+def _rest(delivery: Delivery, *, lane_ends: bool) -> str:
     """What most deliveries have nothing of."""
     envelope: dict[str, object] = {}
     if delivery.replay_of is not None:
@@ -222,10 +214,10 @@ def _rest(delivery: Delivery, *, lane_ends: bool) -> bytes:
         envelope["copy_of"] = str(delivery.copy_of)
     if lane_ends:
         envelope["lane_ends"] = True
-    return b"," + orjson.dumps(envelope)[1:-1] if envelope else b""
+    return f",{orjson.dumps(envelope)[1:-1].decode()}" if envelope else ""
 
 
 @lru_cache(1024)
-def _quoted(text: str) -> bytes:
+def _quoted(text: str) -> str:
     """As a JSON string; of types and tenants there are few."""
-    return orjson.dumps(text)
+    return orjson.dumps(text).decode()
