@@ -322,12 +322,12 @@ class Lane:
             blocks: when this ends the delivery, the lane waits for an operator.
         """
         first, head = self._queue[0], self._head
-        head.attempts += 1
+        attempt = head.attempts + 1
         told = receipt(answer) if verdict is Verdict.DELIVERED else summary(answer)
         row = AttemptRow(
             first.batch,
             first.seq,
-            head.attempts,
+            attempt,
             _OUTCOMES[verdict],
             answer.status,
             answer.detail or (answer.failure.value if answer.failure else None),
@@ -341,6 +341,7 @@ class Lane:
             self._stalled_since = now if self.owed else None
             self._busy = None
             return Record(self.id, first.seq, row)
+        head.attempts = attempt
         head.answered(told, started_at)
         if verdict is Verdict.REFUSED:
             return self._give_up(first, "refused", row, blocks=blocks)
@@ -442,7 +443,8 @@ class Lane:
             self._fetched = seq
         if delivered:
             self._delivered = seq
-        self._head = Head()
+        if self._head.attempts:
+            self._head = Head()
 
     def _give_up(
         self,

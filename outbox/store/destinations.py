@@ -108,6 +108,8 @@ class Endpoint:
     @property
     def credentials(self) -> tuple[str, ...]:
         """What its requests hold that is not to be kept."""
+        if not self.headers:
+            return ()
         # Also without "Bearer", because that is how receivers look at it.
         values = [value for _, value in self.headers]
         return (*values, *(value.rpartition(" ")[2] for value in values if " " in value))

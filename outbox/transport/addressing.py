@@ -38,12 +38,12 @@ def addressed(
 ) -> Request:
     """The attempt `number` (from 1), signed at `timestamp`, in epoch seconds."""
     return Request(
-        url=to.url,
-        lines=prepared.attempt(number, timestamp, keys),
-        body=prepared.body,
-        connect_timeout_s=to.connect_timeout_s,
-        total_timeout_s=to.total_timeout_s,
-        method=to.method,
-        networks=to.networks,
-        tls=Tls(to.ca, to.identity) if to.ca or to.identity else None,
+        to.url,
+        prepared.attempt(number, timestamp, keys),
+        prepared.body,
+        to.connect_timeout_s,
+        to.total_timeout_s,
+        to.method,
+        to.networks,
+        Tls(to.ca, to.identity) if to.ca or to.identity else None,
     )
