@@ -40,6 +40,8 @@ class Load:
     payload_bytes: int = 200
     scheme: str = "http"
     delay_s: float = 0.0
+    transport: str = "wire"
+    """What the relay sends with; see OUTBOX_TRANSPORT."""
     target: Target | None = None
 
 
@@ -50,6 +52,7 @@ LOADS = (
     Load("64 lanes, TLS", 64, 8_000, scheme="https"),
     Load("64 lanes, payloads of 4 KiB", 64, 8_000, payload_bytes=4096),
     Load("64 lanes, receiver takes 20 ms", 64, 8_000, delay_s=0.02),
+    Load("64 lanes, OUTBOX_TRANSPORT=aiohttp", 64, 8_000, transport="aiohttp"),
 )
 QUICK_SHARE = 0.2
 
@@ -105,6 +108,7 @@ async def relay(
             filler = max(load.payload_bytes - FRAME_BYTES, 0)
             await connection.execute(BACKLOG, load.requests, filler)
         env = {} if prepare is None else await prepare(database)
+        env["OUTBOX_TRANSPORT"] = load.transport
         stage.expect(load.requests, delay_s=load.delay_s)
         async with stage.relay(database, owns=True, **env):
             return float((await stage.receiver.answer())["per_s"])

@@ -278,6 +278,8 @@ class Turns:
 
     def take_called_off(self) -> list[Turn]:
         """Whose requests are to be ended, since this was last asked; they are open until then."""
+        if not self._called_off:
+            return []
         called_off, self._called_off = self._called_off, []
         return called_off
 
