@@ -57,6 +57,19 @@ def test_help_imports_no_command() -> None:
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+def test_every_command_can_be_the_first_that_is_imported() -> None:
+    """Most tests run them where the others are imported already."""
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    for module in [each for each in sys.modules if each.split('.')[0] == 'outbox']:\n"
+        "        del sys.modules[module]\n"
+        "    importlib.import_module(f'outbox.cli.{name}')\n"
+    )
+    names = [entry.name for entry in COMMANDS]
+    subprocess.run([sys.executable, "-c", code, *names], cwd=ROOT, check=True)
+
+
 def test_every_command_has_help_with_an_example(outbox: Command) -> None:
     def leaves(command: click.Command, path: list[str]) -> list[list[str]]:
         if not isinstance(command, click.Group):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.embedded.launch import command
+from tests.support import forking
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
@@ -57,6 +58,9 @@ async def outbox(
     Args:
         package: the directory with another copy of the package.
     """
+    if package is None:
+        code, out, err = await forking.run(words, environment(env), stdin.encode(), TIMEOUT_S)
+        return Ended(code, out.decode(), err.decode())
     process = await asyncio.create_subprocess_exec(
         *command_line(*words),
         cwd=package,
