@@ -32,6 +32,24 @@ PLUGINS: list[dict[str, object]] = [
     {"name": "HexHighEntropyString", "limit": 3.0},
 ]
 
+FILTERS = [
+    {"path": f"{OWN.as_uri()}::is_let_off"},
+    *(
+        {"path": f"detect_secrets.filters.heuristic.{name}"}
+        for name in (
+            "is_likely_id_string",
+            "is_lock_file",
+            "is_not_alphanumeric_string",
+            "is_potential_uuid",
+            "is_prefixed_with_dollar_sign",
+            "is_sequential_string",
+            "is_swagger_file",
+            "is_templated_secret",
+        )
+    ),
+]
+"""Those of detect-secrets; its two that are asked about each line in another way."""
+
 NONE: dict[str, tuple[str, ...]] = {
     "drawn once for the README, and never used": (
         "whsec_u1nYZr3dyzUyQ6rZ7zYl8XkFhPjR0oW2mYb6W1p1n3c=",
@@ -84,7 +102,7 @@ def tracked() -> list[str]:
 def found(paths: Iterable[Path]) -> dict[str, str]:
     """What looks like a secret in these files, with its place."""
     secrets = SecretsCollection()
-    with transient_settings({"plugins_used": PLUGINS}):
+    with transient_settings({"plugins_used": PLUGINS, "filters_used": FILTERS}):
         for path in paths:
             secrets.scan_file(str(path))
     return {
