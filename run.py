@@ -48,9 +48,10 @@ CHECKS = (
     ("lint-imports",),
     ("python .ci/audit.py",),
     ("python -m tests.sim", "--seeds", "100"),
-    # Four at a time even on two cores: tests wait a good part of their time.  What the
-    # simulation says was asked just now, of more seeds.
-    ("pytest", "-n", "4", "--sim-seeds", "2"),
+    # Four at a time even on two cores: tests wait a good part of their time.  One is handed
+    # out after the other, so that all are at work until the end.  What the simulation says
+    # was asked just now, of more seeds.
+    ("pytest", "-n", "4", "--maxschedchunk", "1", "--sim-seeds", "2"),
 )
 
 OK, FAILED, USAGE, CANNOT_RUN, INTERRUPTED = 0, 1, 2, 3, 130

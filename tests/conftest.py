@@ -41,6 +41,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("ci")  # --hypothesis-profile=long comes later and wins.
 
+LONG = (
+    "tests/test_benchmarks.py",
+    "tests/e2e/",
+    "tests/fuzz/",
+    "tests/sim/",
+    "tests/models/",
+    "tests/test_no_secrets.py",
+    "tests/test_readme.py",
+    "tests/integration/",
+)
+"""Where the tests are that take the longest."""
+
 _seed_key = pytest.StashKey[int]()
 _majors_key = pytest.StashKey[list[int]]()
 
@@ -148,6 +160,7 @@ def pytest_report_header(config: pytest.Config) -> str:
     )
 
 
+@pytest.hookimpl(trylast=True)  # After pytest has sorted them by their servers.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     there = {
         "pgbouncer": program() is not None,
@@ -155,6 +168,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "promtool": promtool() is not None,
         "mounts": may_mount(),
     }
+    # Whoever waits long begins early, so that no process is left alone with it at the end.
+    items.sort(key=lambda item: [item.nodeid.startswith(each) for each in LONG], reverse=True)
     missing = [marker for marker, is_there in there.items() if not is_there]
     left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
     items[:] = [item for item in items if item not in left_out]
