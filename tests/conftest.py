@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -175,6 +176,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in left_out]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests stay to the end: nobody has to look again and again whether they do.
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
