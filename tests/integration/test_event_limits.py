@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ from outbox.errors import OutboxError, UsageError
 from outbox.producer import Event
 from outbox.store import schedule_changes
 from tests.support.api import make_token, serving
+from tests.support.process import outbox as command
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -108,19 +107,11 @@ async def by_command(database: Database, event: dict[str, Any]) -> None:
             arguments += [f"--{name}", event[name]]
     for name, value in event.get("headers", {}).items():
         arguments += ["--header", f"{name}={value}"]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "outbox",
-        *arguments,
-        env={"OUTBOX_DSN": database.dsn, "PYTHONPATH": ":".join(sys.path)},
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
+    ended = await command(
+        *arguments, env={"OUTBOX_DSN": database.dsn}, stdin=json.dumps(event["payload"])
     )
-    _, said = await process.communicate(json.dumps(event["payload"]).encode())
-    if process.returncode:
-        raise Refused(said.decode())
+    if ended.code:
+        raise Refused(ended.stderr)
 
 
 async def by_api(database: Database, event: dict[str, Any]) -> None:
