@@ -36,8 +36,8 @@ class Target:
     words: Sequence[str | bytes] = ()
     """What inputs are made of, so that nobody has to guess them byte by byte."""
     bytes_max: int = 1024
-    runs: int = 1000
-    """Inputs in the test suite: about a second's worth."""
+    runs: int = 500
+    """Inputs in the test suite: about half a second's worth."""
     looks_into: Sequence[str] = ("outbox",)
     """Of which modules a short hunt is told which ways are taken; a long one of all."""
     prepare: Callable[[], None] = _nothing

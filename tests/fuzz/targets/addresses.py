@@ -105,7 +105,7 @@ TARGETS = (
             ".localhost",
         ),
         bytes_max=256,
-        runs=3000,
+        runs=1500,
     ),
     Target(
         name="databases",
@@ -127,6 +127,6 @@ TARGETS = (
             "sslpassword=",
         ),
         bytes_max=300,
-        runs=8000,
+        runs=4000,
     ),
 )  # fmt: skip

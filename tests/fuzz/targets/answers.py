@@ -164,6 +164,6 @@ TARGETS = (
             "1e3", "-1", "+2", ";ext=1", b"\xe2\x80\xa8", b"\xed\xa0\x80", "X-Request-Id: ",
         ),
         bytes_max=2048,
-        runs=800,
+        runs=400,
     ),
 )  # fmt: skip

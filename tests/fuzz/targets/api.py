@@ -251,6 +251,6 @@ TARGETS = (
             "²", "\u0661",
         ),
         bytes_max=1500,
-        runs=800,
+        runs=400,
     ),
 )  # fmt: skip

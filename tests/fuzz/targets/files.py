@@ -109,7 +109,7 @@ TARGETS = (
                "id: ", "\u2028", b"\xff", "[[", "{", "}", "'", '"', "\\ud800", "0o17", "preset: ",
                "1:30:00", "!!float x", "!!int x", "!!bool x"),
         bytes_max=900,
-        runs=500,
+        runs=250,
     ),
     Target(
         name="settings",
@@ -127,6 +127,6 @@ TARGETS = (
                "1_0", "0x", "true", "lease_s", "drain_s", "\n", "[table]", "SECRET", "::1/128",
                "[::]:80",
                ":99999", "1979-05-27", "-1", "1e400", '"\\u0000"', "notify", "in_flight_max"),
-        runs=800,
+        runs=400,
     ),
 )  # fmt: skip

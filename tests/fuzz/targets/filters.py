@@ -99,6 +99,6 @@ TARGETS = (
             "strict ", "lax ", ".**{2}", "--", "'", "\t",
         ),
         bytes_max=400,
-        runs=12000,
+        runs=6000,
     ),
 )  # fmt: skip

@@ -372,7 +372,7 @@ TARGETS = (
         ),
         words=(*_NAMES, "v1,", "v1a,", " ", ".", str(NOW), "+", "=", "webhook-id", "é", "\r\n",
                _SIGNED["webhook-signature"], _FORGED, "v1," * SIGNATURES_MAX, b"\xff"),
-        runs=6000,
+        runs=3000,
     ),
     Target(
         name="deliveries",
@@ -390,7 +390,7 @@ TARGETS = (
                "9223372036854775808", "18446744073709551615", "\\u0000", "\\ud800", '"data":',
                "outbox.checkpoint", '"given_up":[[', "true", "1.0", '"tenant":', '"key":'),
         bytes_max=1500,
-        runs=3500,
+        runs=1750,
     ),
     Target(
         name="adapters",
@@ -404,7 +404,7 @@ TARGETS = (
         words=("webhook-id", "webhook-timestamp", "webhook-signature", "v1,", "x-lane", str(NOW),
                b"\xff\xfe", "²", "-1", "1_0", "x" * 700, "Content-Length"),
         bytes_max=6000,
-        runs=3000,
+        runs=1500,
     ),
     Target(
         name="fetched",
@@ -423,7 +423,7 @@ TARGETS = (
                "\\ud800", "HTTP/1.1 ", "Content-Length: ", "Transfer-Encoding: chunked", "\r\n\r\n",
                "HTTP/1.1 100 x\r\n\r\n", "detail", "-1", "HTTP/1.1 500 x"),
         bytes_max=3000,
-        runs=2500,
+        runs=1250,
     ),
 )  # fmt: skip
 _ = Ended

@@ -237,7 +237,7 @@ TARGETS = (
             fields("999999999d", "plane,attempts=8,ratio=0.5,age=3d", "1xx,3xx,410-499"),
         ),
         words=(*retry.KEYS, *retry.PRESETS, "=", ",", "xx", "-", "inf", "nan", "1e9", "0.000001"),
-        runs=6000,
+        runs=3000,
     ),
     Target(
         name="cron",
@@ -249,7 +249,7 @@ TARGETS = (
         words=(*NICKNAMES, "*/", "L", "#", "MON", "SUN", "JAN", " * * ", "-", ",", "?", "W", "LW",
                "America/New_York", "localtime", "../", "/etc/passwd", "\x00"),
         bytes_max=128,
-        runs=150,
+        runs=75,
     ),
     Target(
         name="patterns",
@@ -259,7 +259,7 @@ TARGETS = (
                fields("order.*", "order.item.added")),
         words=("outbox", "outbox.", "outbox.probe", "**", "*", ".", "order", "\n", "é", "²"),
         bytes_max=300,
-        runs=12000,
+        runs=6000,
     ),
     Target(
         name="texts",
@@ -272,7 +272,7 @@ TARGETS = (
         words=("'", '"', "\\", "\\u0000", "\\ud800", "\\\\u0000", "\x00", "E'", "pg_", "\u2028",
                "information_schema", "\udcff".encode("utf-8", "surrogatepass"), "obx_", "(other)",
                "webhook-", "X-Lane", "\r\n", "1e999", "-0", "NaN", "[[[[", "{}", "\u202e"),
-        runs=6000,
+        runs=3000,
     ),
     Target(
         name="secrets",
@@ -281,6 +281,6 @@ TARGETS = (
         "!whpk_" + KEY)),
         words=(KEY, PAIR, "=", "==", "whsec_", "whpk_", "whsk_", "-", "_", "+/", "\n", "é"),
         bytes_max=400,
-        runs=4000,
+        runs=2000,
     ),
 )  # fmt: skip
