@@ -18,6 +18,8 @@ import gc
 import os
 import random
 import sys
+from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -45,14 +47,14 @@ hypothesis.settings.load_profile("ci")  # --hypothesis-profile=long comes later 
 LONG = (
     "tests/test_benchmarks.py",
     "tests/e2e/",
-    "tests/fuzz/",
+    "tests/test_readme.py",
     "tests/sim/",
     "tests/models/",
     "tests/test_no_secrets.py",
-    "tests/test_readme.py",
-    "tests/integration/",
+    "tests/fuzz/",
+    "tests/receiver/test_interleavings.py",
 )
-"""Where the tests are that take the longest."""
+"""Where the tests are that take the longest, from the longest on."""
 
 _seed_key = pytest.StashKey[int]()
 _majors_key = pytest.StashKey[list[int]]()
@@ -161,6 +163,23 @@ def pytest_report_header(config: pytest.Config) -> str:
     )
 
 
+def _spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The same, with the long ones spread over the first three quarters.
+
+    At the end no process is left alone with one of them, and at no time are all at work on
+    such ones, which start the most processes and have time-outs.
+    """
+    by_length: list[list[pytest.Item]] = [[] for _ in range(len(LONG) + 1)]
+    for item in items:
+        places = (n for n, place in enumerate(LONG) if item.nodeid.startswith(place))
+        by_length[next(places, len(LONG))].append(item)
+    *some, others = by_length
+    long = list(chain.from_iterable(some))
+    placed = [(n / len(long) * 0.75, item) for n, item in enumerate(long)]
+    placed += [(n / len(others), item) for n, item in enumerate(others)]
+    return [item for _, item in sorted(placed, key=itemgetter(0))]
+
+
 @pytest.hookimpl(trylast=True)  # After pytest has sorted them by their servers.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     there = {
@@ -169,8 +188,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "promtool": promtool() is not None,
         "mounts": may_mount(),
     }
-    # Whoever waits long begins early, so that no process is left alone with it at the end.
-    items.sort(key=lambda item: [item.nodeid.startswith(each) for each in LONG], reverse=True)
+    items[:] = _spread(items)
     missing = [marker for marker, is_there in there.items() if not is_there]
     left_out = [item for item in items if any(map(item.get_closest_marker, missing))]
     items[:] = [item for item in items if item not in left_out]
