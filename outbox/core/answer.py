@@ -304,9 +304,9 @@ def receipt(answer: Answer) -> dict[str, Any] | None:
 def _content(answer: Answer, wanted: frozenset[str], body_chars_max: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
     headers = {
-        name.lower(): one_line(value, SUMMARY_HEADER_CHARS_MAX)
+        plain: one_line(value, SUMMARY_HEADER_CHARS_MAX)
         for name, value in answer.headers
-        if name.lower() in wanted
+        if (plain := name.lower()) in wanted
     }
     if headers:
         told["headers"] = headers

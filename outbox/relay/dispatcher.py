@@ -320,7 +320,7 @@ class Dispatcher:
                 match machine.next(now, lane.gate(now)):
                     case Send() as send:
                         home.health.began(lane.loaded.id)
-                        await self._send(lane, send)
+                        await self._send(lane, send, now)
                     case Record() as record:
                         await self._recorder.write(machine, home.epoch, record)
                         self._observer.given_up(lane, record, self._now())
@@ -351,26 +351,32 @@ class Dispatcher:
         if home.stopped:
             self._on_quiet()
 
-    async def _send(self, lane: OwnedLane, send: Send) -> None:
-        """One attempt, and what follows from its answer."""
+    async def _send(self, lane: OwnedLane, send: Send, started_at: float) -> None:
+        """One attempt, and what follows from its answer.
+
+        Args:
+            started_at: epoch seconds; later, if it has to wait for its turn.
+        """
         home, machine = lane.home, lane.machine
         if (more := machine.fetch()) is not None:
             self._reader.want(lane, more)
         state, queueing = home.health.state, self._queueing
-        begun = queueing.begin(lane.turn) or await queueing.wait(lane.turn)
+        begun = at_once = queueing.begin(lane.turn)
+        if not at_once:
+            begun = await queueing.wait(lane.turn)
+            started_at = self._now()
         answered = False
         try:
             if self._lease_left_s() <= 0:
                 raise Fenced
-            started_at = self._now()
-            if (
+            if not at_once and (
                 not begun
                 or home.stopped
                 or home.health.state is not state
                 or home.health.silent(started_at)
                 or not machine.still(send, started_at)
             ):
-                # It waited for its turn, and would not be sent by now.
+                # It would not be sent by now.
                 home.health.unsent(lane.loaded.id)
                 machine.unsent()
                 return

@@ -25,20 +25,21 @@ class Queueing:
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
-        self._loop = asyncio.get_running_loop
+        # Kept: asking for the running one is a system call (getpid) each time.
+        self._loop = asyncio.get_running_loop()
         self._waiting: dict[Turn, asyncio.Future[bool]] = {}
         self._sending: dict[Turn, asyncio.Task[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, turn: Turn) -> bool:
         """Begin a request if it may be; otherwise it is to `wait`."""
-        begun = self.turns.ask(turn, self._loop().time())
+        begun = self.turns.ask(turn, self._loop.time())
         self.tell(begun[1:])
         return bool(begun)
 
     async def wait(self, turn: Turn) -> bool:
         """Wait for the turn; False: it was `dismissed`, and nothing has begun."""
-        loop = self._loop()
+        loop = self._loop
         future = self._waiting[turn] = loop.create_future()
         self._set_timer()
         try:
@@ -58,10 +59,10 @@ class Queueing:
 
         Called off, it has got no answer in time, unless the head of one was there.
         """
-        task = asyncio.current_task()
+        task = asyncio.current_task(self._loop)
         assert task is not None
         # Not `asyncio.timeout`, whose timer costs more than the rest of a turn.
-        cancelling, clock = task.cancelling(), self._loop().time
+        cancelling, clock = task.cancelling(), self._loop.time
         began_at = clock()
         self._sending[turn] = task
         if turn.called_off:
@@ -88,22 +89,22 @@ class Queueing:
         Args:
             answered: there was an answer, so that what it took says something of its endpoint.
         """
-        self.tell(self.turns.end(turn, self._loop().time(), answered=answered))
+        self.tell(self.turns.end(turn, self._loop.time(), answered=answered))
 
     def change(self, line: Line, endpoint: Endpoint) -> None:
         """An endpoint's settings are these from now on."""
-        now = self._loop().time()
+        now = self._loop.time()
         limits = (endpoint.in_flight_max, endpoint.rate_per_s)
         self.tell(self.turns.change(line, endpoint.tenant, *limits, now))
 
     def why(self, line: Line) -> Why | None:
         """What the lanes of an endpoint wait for; None: they do not."""
-        return self.turns.why(line, self._loop().time())
+        return self.turns.why(line, self._loop.time())
 
     def dismiss(self, turns: Iterable[Turn]) -> None:
         """Whoever waits for one of these is to ask again whether it wants it at all."""
         dismissed = [turn for turn in turns if turn.waiting]
-        begun = self.turns.withdraw(dismissed, self._loop().time())
+        begun = self.turns.withdraw(dismissed, self._loop.time())
         for turn in dismissed:
             self._resolve(turn, begun=False)
         self.tell(begun)
@@ -135,11 +136,11 @@ class Queueing:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop().call_at(at, self._wake)
+        self._timer = self._loop.call_at(at, self._wake)
 
     def _wake(self) -> None:
         self._timer = None
-        self.tell(self.turns.wake(self._loop().time()))
+        self.tell(self.turns.wake(self._loop.time()))
         self._set_timer()
 
     def close(self) -> None:

@@ -36,7 +36,8 @@ class Histogram:
 
     def add(self, value: float) -> None:
         """A value; below nothing counts as nothing, since clocks differ a little."""
-        value = max(value, 0.0)
+        if value < 0.0:
+            value = 0.0
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
