@@ -59,14 +59,15 @@ class Queueing:
 
         Called off, it has got no answer in time, unless the head of one was there.
         """
+        if turn.called_off:
+            sending.close()
+            return Answer.failed(Failure.TIMEOUT, CALLED_OFF, 0.0)
         task = asyncio.current_task(self._loop)
         assert task is not None
         # Not `asyncio.timeout`, whose timer costs more than the rest of a turn.
         cancelling, clock = task.cancelling(), self._loop.time
         began_at = clock()
         self._sending[turn] = task
-        if turn.called_off:
-            task.cancel()
         try:
             return await sending
         except asyncio.CancelledError as cut:

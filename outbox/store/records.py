@@ -45,7 +45,7 @@ _ATTEMPTS = """
                elapsed_us / real '1000' AS elapsed_ms, answer
           FROM unnest($2::text::bigint[], $3::text::bigint[], $4::text::bigint[],
                       $5::text::int[], $6::text::text[], $7::text::int[], $8::text[],
-                      $9::text::bigint[], $10::text::int[], $11::jsonb[])
+                      $9::text::bigint[], $10::text::bigint[], $11::jsonb[])
                AS tried(lane_id, batch, seq, attempt, outcome, status, error, started_us,
                         elapsed_us, answer)) AS a
 """
@@ -295,8 +295,8 @@ def _attempts(rows: Sequence[tuple[int, AttemptRow]]) -> list[Any]:
         _array([row.outcome for _, row in rows]),
         _array(["NULL" if row.status is None else row.status for _, row in rows]),
         _sparse([row.error for _, row in rows]),
-        _array([int(row.started_at * 1e6) for _, row in rows]),
-        _array([int(row.elapsed_s * 1e6) for _, row in rows]),
+        _array([round(row.started_at * 1e6) for _, row in rows]),
+        _array([round(row.elapsed_s * 1e6) for _, row in rows]),
         _sparse([_json(row.answer) for _, row in rows]),
     ]
 

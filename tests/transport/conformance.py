@@ -166,6 +166,26 @@ class TransportConformance:
                 assert (answer.status, answer.body) == (200, b"ok")
         assert server.connections == 1
 
+    @pytest.mark.parametrize("size", [5, 40_000])
+    async def test_what_comes_before_the_answer_may_have_a_body(
+        self, transport: Transport, size: int
+    ) -> None:
+        """Of which nothing is taken for the answer's."""
+        early = f"HTTP/1.1 150 Odd\r\nContent-Length: {size}\r\n\r\n".encode() + b"x" * size
+        async with serving(answering(early + OK)) as server:
+            answer = await transport.send(short(server))
+        assert answer.body in (b"ok", b"")
+        assert answer.status == 200 or answer.failure is not None
+
+    async def test_many_heads_before_the_answer_leave_room_for_its_headers(
+        self, transport: Transport
+    ) -> None:
+        hints = b"HTTP/1.1 103 Early Hints\r\n" + b"Link: </a>\r\n" * 100 + b"\r\n"
+        fields = b"".join(b"X-%d: y\r\n" % n for n in range(100))
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n" + fields + b"\r\n"
+        async with serving(answering(hints + head)) as server:
+            assert (await transport.send(to(server))).status == 200
+
     async def test_endless_answers_before_the_answer_end_it(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
             await connection.request()
@@ -548,6 +568,26 @@ class TransportConformance:
             )
         assert [answer.body for answer in answers] == bodies
 
+    async def test_answers_that_come_together_leave_each_request_its_own_time(
+        self, transport: Transport
+    ) -> None:
+        """Connections change hands while others have not taken their answers in yet."""
+        gate = asyncio.Barrier(8)
+
+        async def script(connection: Connection) -> None:
+            for _ in range(2):
+                await connection.request()
+                await gate.wait()
+                await connection.send(OK)
+            await connection.closed_by_peer()
+
+        async def lane() -> list[int | None]:
+            return [(await transport.send(short(server))).status for _ in range(3)]
+
+        async with serving(script) as server, asyncio.timeout(30):
+            told = await asyncio.gather(*(lane() for _ in range(8)))
+        assert {each[-1] for each in told} == {None}
+
     async def test_cancelling_closes_the_connection(self, transport: Transport) -> None:
         async def script(connection: Connection) -> None:
             await connection.request()
@@ -609,6 +649,26 @@ class TransportConformance:
             assert answer.status is None
             await until(lambda: server.closed_by_peer == 1)
             assert (await transport.send(to(server))).status is None
+
+    async def test_closing_ends_what_connects(self, make: Make) -> None:
+        looked_up = asyncio.Event()
+
+        class Slow(dict[str, list[str] | None]):
+            def __contains__(self, name: object) -> bool:
+                looked_up.set()
+                return True
+
+            def __getitem__(self, name: str) -> None:
+                return None
+
+        transport = make(LOOPBACK, hosts=Slow())
+        async with asyncio.timeout(30):
+            sending = asyncio.create_task(
+                transport.send(to("http://slow.example/", connect_timeout_s=SHORT_S))
+            )
+            await looked_up.wait()
+            await transport.aclose()
+            assert (await sending).status is None
 
     # ------------------------------------------------------- names and egress
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -10,10 +10,12 @@ from outbox.transport.aiohttp import connector
 from outbox.transport.outbound import Outbound
 from outbox.transport.resolving import Unresolved
 from outbox.transport.wire import pools
+from outbox.transport.wire.client import WireClient
+from tests.support.waiting import until
 from tests.transport.conformance import LOOPBACK, Make, TransportConformance, closing, to
 from tests.transport.guarding import Guarding, authority, connected
 from tests.transport.receivers import HostileReceivers
-from tests.transport.servers import OK, answering, serving
+from tests.transport.servers import OK, Connection, answering, serving
 
 if TYPE_CHECKING:
     import ssl
@@ -76,6 +78,56 @@ class TestWireOnUvloop(_Making, TransportConformance, HostileReceivers):
 
 class TestAiohttp(_Making, TransportConformance, Guarding, HostileReceivers):
     kind = "aiohttp"
+
+
+async def test_what_is_cancelled_in_the_moment_of_its_answer_has_it_and_harms_no_other() -> None:
+    async def script(connection: Connection) -> None:
+        if (await connection.request()).body != b"hangs":
+            await connection.send(OK)
+        await connection.closed_by_peer()
+
+    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
+        hanging = asyncio.create_task(transport.send(to(server, body=b"hangs")))
+        await until(lambda: len(server.received) == 1)
+        assert isinstance(transport._straight, WireClient)
+        (connection,) = transport._straight._asked
+        other = asyncio.create_task(transport.send(to(server, total_timeout_s=5)))
+        hanging.cancel()
+        connection.data_received(OK)
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await hanging
+        assert [answer.body for answer in cancelled.value.args] == [b"ok"]
+        assert cancelled.value.args[0].detail == ""
+        assert (await other).status == 200
+    assert server.connections == 2
+
+
+async def test_who_speaks_before_he_is_asked_is_asked_once_on_a_connection() -> None:
+    """His next answer would be taken for that of the request behind it."""
+
+    async def script(connection: Connection) -> None:
+        await connection.send(OK)
+        await spoken.wait()
+        while True:
+            await connection.request()
+            await connection.send(OK)
+
+    spoken = asyncio.Event()
+    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
+        assert isinstance(transport._straight, WireClient)
+        connecting = transport._straight._connecting
+        opened = connecting.open
+
+        async def late(*args: Any) -> Any:
+            connection = await opened(*args)
+            await until(lambda: connection._early == OK)
+            return connection
+
+        connecting.open = late  # type: ignore[method-assign]
+        for _ in range(2):
+            assert (await transport.send(to(server))).status == 200
+        spoken.set()
+    assert server.connections == 2
 
 
 @pytest.mark.parametrize("kind", ["wire", "aiohttp"])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.answer import Answer, Failure
 from outbox.transport.port import NotConnected
-from outbox.transport.wire.connection import Connection, out_of_time
+from outbox.transport.wire.connection import CLOSED, Connection, out_of_time
 from outbox.transport.wire.pools import Pools
 from outbox.transport.writing import written
 
@@ -50,6 +50,7 @@ class WireClient:
     async def send(self, destination: Destination, request: Request) -> Answer:
         """See `Client.send`."""
         started_at, over_at = monotonic(), self._loop.time() + request.total_timeout_s
+        connection: Connection | None = None
         try:
             data = written(destination, request)
             connection = self._pools.take(destination.target)
@@ -59,51 +60,60 @@ class WireClient:
         except NotConnected as error:
             return Answer.failed(error.failure, error.detail, monotonic() - started_at)
         except Exception as error:
+            if connection is not None:
+                connection.close()
             why = f"{type(error).__name__}: {error}"
             return Answer.failed(Failure.INTERNAL, why, monotonic() - started_at)
         self._asked.add(connection)
         if self._timer is None or over_at < self._timer_at:
             self._look_at(over_at)
         try:
-            return await answering
+            answer = await answering
         except asyncio.CancelledError:
+            called_off = connection.call_off()
             # It may have come in the very moment in which nobody wanted it any more.
-            answer = answering.result() if answering.done() and not answering.cancelled() else None
-            if answer is None and (answer := connection.call_off()) is None:
+            if answering.done() and not answering.cancelled():
+                called_off = answering.result()
+            if called_off is None:
                 raise
             # Not of a class of its own, which `asyncio.timeout` of Python 3.11 does not know.
-            raise asyncio.CancelledError(answer) from None
+            raise asyncio.CancelledError(called_off) from None
         finally:
             self._asked.discard(connection)
+        if connection.usable:
+            self._pools.keep(connection)
+        else:
+            connection.close()
+        return answer
 
     async def aclose(self) -> None:
         """See `Client.aclose`."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         for connection in list(self._asked):
             connection.shut()
         self._pools.close()
 
     async def _connect(self, target: Target, request: Request, over_at: float) -> Connection:
-        if self._closed:
-            raise NotConnected(Failure.RESET, "the transport is closed")
-        try:
-            async with asyncio.timeout_at(over_at):
-                return await self._connecting.open(
-                    target,
-                    lambda: Connection(target, self._loop, self._free, self._known),
-                    request.connect_timeout_s,
-                )
-        except TimeoutError:
-            why = out_of_time(request.total_timeout_s)
-            raise NotConnected(Failure.TIMEOUT, why) from None
-
-    def _free(self, connection: Connection) -> None:
-        if self._closed:
-            connection.close()
-        else:
-            self._pools.keep(connection)
+        connection: Connection | None = None
+        if not self._closed:
+            try:
+                async with asyncio.timeout_at(over_at):
+                    connection = await self._connecting.open(
+                        target,
+                        lambda: Connection(target, self._loop, self._known),
+                        request.connect_timeout_s,
+                    )
+            except TimeoutError:
+                why = out_of_time(request.total_timeout_s)
+                raise NotConnected(Failure.TIMEOUT, why) from None
+        if self._closed or connection is None:  # It may have been closed meanwhile.
+            if connection is not None:
+                connection.close()
+            raise NotConnected(Failure.RESET, CLOSED)
+        return connection
 
     # ------------------------------------------------------------------ time
 

@@ -13,31 +13,33 @@ from typing import TYPE_CHECKING, cast
 
 from outbox.core.answer import Answer, Failure
 from outbox.transport.limits import HEAD_BYTES_MAX
+from outbox.transport.port import NotConnected
 from outbox.transport.tls import reason
 from outbox.transport.wire.reading import AnswerReader
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from outbox.transport.connecting import Target
     from outbox.transport.wire.reading import Known
 
 CANCELLED = "the request was called off"
+CLOSED = "the transport is closed"
 ENDED = "the connection was closed"
 
 
 class Connection(asyncio.Protocol):
     """An `asyncio.Protocol`; see `ask`.
 
+    It is whoever took it's from the question until he has taken the answer in: only then may it
+    be asked again, if it is `usable` still.
+
     Args:
-        on_free: called when another request may be sent on it.
         known: see `AnswerReader`.
     """
 
     __slots__ = (
         "_early",
+        "_ended",
         "_loop",
-        "_on_free",
         "_reader",
         "_started_at",
         "_timeout_s",
@@ -49,11 +51,7 @@ class Connection(asyncio.Protocol):
     )
 
     def __init__(
-        self,
-        target: Target,
-        loop: asyncio.AbstractEventLoop,
-        on_free: Callable[[Connection], object],
-        known: dict[bytes, Known],
+        self, target: Target, loop: asyncio.AbstractEventLoop, known: dict[bytes, Known]
     ) -> None:
         self.target = target
         self.free_since = 0.0
@@ -61,10 +59,11 @@ class Connection(asyncio.Protocol):
         self.over_at = 0.0
         """When the request that is on it runs out of time."""
         self._loop = loop
-        self._on_free = on_free
         self._reader = AnswerReader(known)
         # What the receiver said before it was asked anything; None: it was asked.
         self._early: bytes | None = b""
+        # No request can follow on it, although the loop has not closed it yet.
+        self._ended = False
         self._transport: asyncio.Transport | None = None
         self._waiting: asyncio.Future[Answer] | None = None
         # By a clock that counts finer than the loop's: uvloop's has milliseconds.
@@ -74,7 +73,8 @@ class Connection(asyncio.Protocol):
     @property
     def usable(self) -> bool:
         """Whether a request may be sent on it."""
-        return self._transport is not None and not self._transport.is_closing()
+        transport = self._transport
+        return transport is not None and not self._ended and not transport.is_closing()
 
     def ask(
         self, data: bytes, started_at: float, over_at: float, timeout_s: float
@@ -85,19 +85,27 @@ class Connection(asyncio.Protocol):
             started_at: since when it has taken its time, by `time.monotonic`.
             over_at: when somebody will call `expire`, by the loop's clock.
             timeout_s: what it has in all.
+
+        Raises:
+            NotConnected: it was closed meanwhile.
         """
-        assert self._transport is not None
+        transport = self._transport
+        if transport is None or not self.usable:
+            raise NotConnected(Failure.RESET, ENDED)
         assert self._waiting is None
         self._started_at, self._timeout_s = started_at, timeout_s
         self.over_at = over_at
         self._reader.begin()
         self._waiting = waiting = self._loop.create_future()
-        early, self._early = self._early, None
-        if early:
-            self._loop.call_soon(self.data_received, early)
         # In one piece: two writes would be two packets.  What does not fit waits in the
         # transport, while an early answer can be read already.
-        self._transport.write(data)
+        transport.write(data)
+        early, self._early = self._early, None
+        if early:
+            # Whoever speaks first may do so again, and then each answer would be taken for
+            # that of the next request.
+            self._ended = True
+            self.data_received(early)
         return waiting
 
     def expire(self) -> None:
@@ -111,12 +119,13 @@ class Connection(asyncio.Protocol):
         """
         waiting, self._waiting = self._waiting, None
         self.close()
-        if self._reader.status is None or waiting is None:
+        if waiting is None or self._reader.status is None:
             return None
-        return self._answer(CANCELLED)
+        return self._answer(None if self._reader.over else CANCELLED)
 
     def close(self) -> None:
         """Close it, without waiting for a receiver that does not read."""
+        self._ended = True
         transport = self._transport
         if transport is None:
             return
@@ -126,9 +135,9 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def shut(self) -> None:
-        """The transport it belongs to is closed."""
+        """The client it belongs to is closed."""
         if self._waiting is not None:
-            self._give_up(Failure.RESET, "the transport is closed")
+            self._give_up(Failure.RESET, CLOSED)
         else:
             self.close()
 
@@ -138,8 +147,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        waiting = self._waiting
-        if waiting is None:
+        if self._waiting is None:
             self._unasked(data)
             return
         reader = self._reader
@@ -148,27 +156,19 @@ class Connection(asyncio.Protocol):
         if reader.broken is not None:
             self._give_up(Failure.PROTOCOL, reader.broken)
             return
-        self._waiting = None
         transport = self._transport
-        if (
-            reader.reusable
-            and transport is not None
-            and not transport.get_write_buffer_size()
-            and not transport.is_closing()
-        ):
-            self.free_since = self._loop.time()
-            self._on_free(self)
-        else:
+        if not reader.reusable or transport is None or transport.get_write_buffer_size():
             self.close()
-        if not waiting.done():
-            waiting.set_result(self._answer(None))
+        self.free_since = self._loop.time()
+        self._settle(self._answer(None))
 
     def eof_received(self) -> None:
         """The connection is closed by that."""
+        self._ended = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._waiting is not None:
+        if self._waiting is not None and not self._waiting.done():
             if exc is None and self._reader.end():
                 self._settle(self._answer(None))
             elif isinstance(exc, ssl.SSLError):
@@ -200,8 +200,10 @@ class Connection(asyncio.Protocol):
             self._settle(self._answer(why))
 
     def _settle(self, answer: Answer) -> None:
-        waiting, self._waiting = self._waiting, None
+        waiting = self._waiting
+        # What was cancelled is for whoever calls it off.
         if waiting is not None and not waiting.done():
+            self._waiting = None
             waiting.set_result(answer)
 
     def _answer(self, cut_by: str | None) -> Answer:

@@ -21,8 +21,7 @@ class Pools:
 
     def __init__(self, keep_alive_s: float | None) -> None:
         self._keep_alive_s = keep_alive_s
-        # Of each target the one that was used longest ago comes first, and so do the targets: a
-        # pool goes when its last connection is taken, and comes back with it.
+        # Of each target the one that was used longest ago comes first, and so do the targets.
         self._kept: dict[Target, list[Connection]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -44,7 +43,9 @@ class Pools:
         if self._keep_alive_s is None:
             connection.close()
             return
-        self._kept.setdefault(connection.target, []).append(connection)
+        kept = self._kept.pop(connection.target, [])
+        kept.append(connection)
+        self._kept[connection.target] = kept
         if len(self._kept) > POOLS_MAX:
             for each in self._kept.pop(next(iter(self._kept))):
                 each.close()

@@ -98,6 +98,9 @@ class AnswerReader:
 
     def feed(self, data: bytes) -> bool:
         """More has come; returns whether the answer is over, in whatever way."""
+        if self._whole:
+            self.reusable = False  # Nobody asked for what came behind it.
+            return True
         if self._start or len(data) > KNOWN_BYTES_MAX:
             return self._feed(data)
         known = self._known.get(data)
@@ -122,7 +125,7 @@ class AnswerReader:
                 return True
             if len(self._start) < len(_HTTP):
                 return False
-        while data and not self._over:
+        while data and not self.over:
             piece, data = data[: self._left], data[self._left :]
             had_head = self._head
             self._parse(piece)
@@ -134,7 +137,7 @@ class AnswerReader:
                 self._left = BODY_RAW_BYTES_MAX
         if data:
             self.reusable = False  # Nobody asked for what came behind it.
-        return self._over
+        return self.over
 
     def end(self) -> bool:
         """The receiver closed the connection; returns whether that ended the answer as it may."""
@@ -167,6 +170,7 @@ class AnswerReader:
             self.reusable = False
         elif not self._head:
             self._raw = []
+            self._count = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head:
@@ -196,7 +200,8 @@ class AnswerReader:
             self.broken = TOO_MANY_INTERIMS
 
     def on_body(self, data: bytes) -> None:
-        if not self._whole and len(self.body) < BODY_BYTES_MAX:
+        # Some before the answer may have one, too.
+        if self._head and not self._whole and len(self.body) < BODY_BYTES_MAX:
             if not self.body:
                 self.body = bytearray()
             self.body += data[: BODY_BYTES_MAX - len(self.body)]
@@ -211,7 +216,8 @@ class AnswerReader:
     # ---------------------------------------------------------------- inside
 
     @property
-    def _over(self) -> bool:
+    def over(self) -> bool:
+        """Whether it has ended, or as much of it as is wanted is there."""
         return self._whole or self.broken is not None or len(self.body) >= BODY_BYTES_MAX
 
     def _parse(self, data: bytes) -> None:
@@ -227,7 +233,7 @@ class AnswerReader:
                 self.broken = str(error).partition(":")[0]
 
     def _enough(self) -> None:
-        if not self._over:
+        if not self.over:
             self.broken = TOO_LARGE_WRAPPING if self._head else TOO_LARGE_HEAD
 
     def _ends_with_connection(self) -> bool:
