@@ -139,7 +139,7 @@ LOGGED = {
     "drips": LATE,
     "resets": "reset",
     "resets at once": "reset",
-    "garbage": "Bad status line",
+    "garbage": "it does not begin like an answer",
     "half": "closed before an answer",
     "endless head": "a head of over 65536 bytes",
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.core.answer import Answer, Failure
+from outbox.core.headers import lines_of
 from outbox.core.order import Kind
 from outbox.errors import CannotRun, UsageError
 from outbox.receiver.development import DevelopmentReceiver, Fault, Handled, Outcome
@@ -152,7 +153,7 @@ async def test_a_forgery_is_refused_and_changes_nothing(transport: Outbound) -> 
         old = await transport.send(request(url, delivery(1), timestamp=1_700_000_000))
         good = request(url, delivery(1))
         lying = tuple(("X-Sequence", "9") if n == "X-Sequence" else (n, v) for n, v in good.headers)
-        changed = await transport.send(Request(url, lying, good.body))
+        changed = await transport.send(Request(url, lines_of(lying), good.body))
     assert [answer.status for answer in (forged, old, changed)] == [401, 401, 400]
     assert b"secret" in forged.body
     assert b"X-Sequence" in changed.body
@@ -205,7 +206,7 @@ async def test_a_receiver_that_was_there_first_misses_the_first_ones(
 async def test_only_posts_are_deliveries(transport: Outbound) -> None:
     receiver = DevelopmentReceiver()
     async with receiver.serve() as url:
-        answer = await transport.send(Request(url, (), b"", method="PUT"))
+        answer = await transport.send(Request(url, "", b"", method="PUT"))
     assert (answer.status, dict(answer.headers)["Allow"]) == (405, "POST")
     assert receiver.totals().requests == 0
 

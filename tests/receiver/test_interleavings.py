@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 )
 
 from outbox.core.checkpoint import Mark, prepare
+from outbox.core.headers import pairs
 from outbox.core.order import LaneState
 from outbox.core.signature import format_secret
 from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, receivers
@@ -255,7 +256,7 @@ class World(RuleBasedStateMachine):
     def _checkpoint(self) -> Request:
         last = self._previous(self._acknowledged() + 1)
         told = prepare("checkpoint", datetime.now(tz=UTC), [Mark(LANE, 1, last)] if last else [])
-        return Request("POST", told.attempt(1, int(time.time()), [SECRET]), told.body)
+        return Request("POST", pairs(told.attempt(1, int(time.time()), [SECRET])), told.body)
 
     @rule(target=backups)
     def back_up(self) -> Any:

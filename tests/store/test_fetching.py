@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from outbox.core.answer import Answer
+from outbox.core.headers import pairs
 from outbox.core.request import prepare
 from outbox.errors import NotFound
 from outbox.store import fetching
@@ -75,7 +76,7 @@ async def test_what_was_sent_can_be_fetched_as_it_was(
         prepared = prepare(each.delivery, each.previous_sequence)
         assert prepared.body == sent.request.body
         assert prepared.message_id == sent.delivery
-        assert dict(prepared.headers)["X-Mine"] == "yes"
+        assert dict(pairs(prepared.lines))["X-Mine"] == "yes"
     # Any part of it is the same.
     for after in range(10):
         for limit in (1, 2, 100):
