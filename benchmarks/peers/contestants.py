@@ -121,6 +121,21 @@ BARE = (
     "the relay's POSTs, headers and all, over as many connections, on uvloop; it reads no "
     "database, signs nothing, and writes nothing down."
 )
+
+
+def _graphile_worker(queued: int) -> dict[str, Any]:
+    """Its preset."""
+    return {
+        "worker": {
+            "concurrentJobs": 64,
+            "maxPoolSize": 10,
+            "localQueue": {"size": queued},
+            "completeJobBatchDelay": 250,
+            "failJobBatchDelay": 250,
+        }
+    }
+
+
 # The values in comments were tried, too, on two busy cores: what is written here was the best
 # of them by deliveries per second or by how soon, or, where these were alike, by CPU time.
 CONTESTANTS = (
@@ -128,25 +143,10 @@ CONTESTANTS = (
         "graphile-worker",
         "graphile_worker.cjs",
         jobs=40_000,
-        draining={
-            "worker": {
-                "concurrentJobs": 64,
-                "maxPoolSize": 10,
-                "localQueue": {"size": 1000},  # 65, 500
-                "completeJobBatchDelay": 250,  # 0
-                "failJobBatchDelay": 250,
-            }
-        },
+        # size: 65, 500; delays: 0.
+        draining=_graphile_worker(queued=1000),
         # size: 65, and none; delays: 0; maxPoolSize: 25.
-        at_once={
-            "worker": {
-                "concurrentJobs": 64,
-                "maxPoolSize": 10,
-                "localQueue": {"size": 500},
-                "completeJobBatchDelay": 250,
-                "failJobBatchDelay": 250,
-            }
-        },
+        at_once=_graphile_worker(queued=500),
         asked="64 jobs at a time over 64 connections (undici), batched in both ways that its page "
         "on performance names: a local queue, of 1,000, and completion, after 250 ms. A finished "
         "job is deleted. Not in order, not signed, no log of attempts, no fan-out.",

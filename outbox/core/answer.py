@@ -131,8 +131,7 @@ class Answer(NamedTuple):
         detail: str = "",
     ) -> Answer:
         """An answer with a status line; `detail` may say how its body ended."""
-        detail = one_line(detail) if detail else detail
-        return cls(status, None, detail, headers, body[:BODY_BYTES_MAX], elapsed_s)
+        return cls(status, None, one_line(detail), headers, body[:BODY_BYTES_MAX], elapsed_s)
 
     @classmethod
     def failed(cls, failure: Failure, detail: str, elapsed_s: float) -> Answer:
@@ -317,6 +316,8 @@ def _content(answer: Answer, wanted: frozenset[str], body_chars_max: int) -> dic
 
 def one_line(text: str, chars_max: int = DETAIL_CHARS_MAX) -> str:
     """Text from elsewhere as one line that is safe to store and to show."""
+    if not text:
+        return text
     # Cut before the work as well: the text may be an attacker's and huge.
     line = _BREAKS.sub(" ", text[: chars_max * 4]).strip()
     line = _UNSHOWABLE.sub("\N{REPLACEMENT CHARACTER}", line)

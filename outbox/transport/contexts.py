@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
+from outbox.transport.answers import CLOSED
 from outbox.transport.tls import context_for, system_context
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Contexts:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if coming.cancelled() and task is not None and not task.cancelling():
-                raise ConnectionAbortedError("the transport is closed") from None
+                raise ConnectionAbortedError(CLOSED) from None
             raise
 
     def close(self) -> None:

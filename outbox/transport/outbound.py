@@ -7,7 +7,6 @@ for both.
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from outbox.core.answer import Answer, Failure
@@ -72,10 +71,11 @@ class Outbound:
         self._resolver = resolver or Names()
         self._contexts = Contexts(tls, system_max=contexts_max)
         connecting = Connecting(policy, self._resolver, self._contexts, proxy)
-        self._by_aiohttp = AiohttpClient(connecting, keep_alive_s)
-        wire = kind == "wire"
-        self._straight: Client = WireClient(connecting, keep_alive_s) if wire else self._by_aiohttp
-        self._loop = asyncio.get_running_loop()
+        straight = WireClient if kind == "wire" else AiohttpClient
+        self._straight: Client = straight(connecting, keep_alive_s)
+        self._by_proxy: Client | None = None
+        if proxy is not None:
+            self._by_proxy = AiohttpClient(connecting, keep_alive_s)
 
     async def send(self, request: Request) -> Answer:
         """See `Transport.send`."""
@@ -83,12 +83,14 @@ class Outbound:
             destination = self._destinations.of(request)
         except UsageError as error:
             return Answer.failed(Failure.EGRESS_REFUSED, str(error), 0.0)
-        client = self._by_aiohttp if destination.target.by_proxy else self._straight
+        client = self._by_proxy if destination.target.by_proxy else self._straight
+        assert client is not None  # Without a proxy nothing leaves by one.
         return await client.send(destination, request)
 
     async def aclose(self) -> None:
         """See `Transport.aclose`."""
         await self._straight.aclose()
-        await self._by_aiohttp.aclose()
+        if self._by_proxy is not None:
+            await self._by_proxy.aclose()
         await self._resolver.aclose()
         self._contexts.close()

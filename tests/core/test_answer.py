@@ -85,6 +85,12 @@ def test_the_retryable_statuses_are_the_endpoints_to_change() -> None:
     assert told(200) is Verdict.DELIVERED
 
 
+def test_an_answer_has_either_a_status_or_a_failure() -> None:
+    answered, failed = Answer.of(200, 0.0), Answer.failed(Failure.RESET, "", 0.0)
+    assert (answered.status, answered.failure) == (200, None)
+    assert (failed.status, failed.failure) == (None, Failure.RESET)
+
+
 # --------------------------------------------------------------- Retry-After
 
 

@@ -53,9 +53,9 @@ def early_by_aiohttp() -> None:
 
 def many_headers() -> None:
     """All headers of an answer are kept, however many."""
-    from outbox.transport.wire import reading
+    from outbox.transport import answers
 
-    cast("Any", reading).HEADER_BYTES_MAX = 1 << 30
+    cast("Any", answers).HEADER_BYTES_MAX = 1 << 30
 
 
 def unsigned_time() -> None:

@@ -24,7 +24,7 @@ from aiohttp.http import HttpProcessingError
 
 from outbox.core.answer import BODY_BYTES_MAX, Answer, Failure
 from outbox.transport.aiohttp.connector import Connector
-from outbox.transport.limits import HEADER_BYTES_MAX
+from outbox.transport.answers import CANCELLED, UNANSWERED, answered, kept, out_of_time
 from outbox.transport.port import NotConnected
 from outbox.transport.tls import reason
 from outbox.transport.writing import written
@@ -34,13 +34,10 @@ if TYPE_CHECKING:
     from aiohttp.connector import Connection
     from aiohttp.http import RawResponseMessage
 
-    from outbox.core.answer import Headers
     from outbox.transport.aiohttp.protocol import Protocol
     from outbox.transport.connecting import Connecting
     from outbox.transport.destinations import Destination
     from outbox.transport.port import Request
-
-CANCELLED = "the request was called off"
 
 
 class AiohttpClient:
@@ -142,26 +139,7 @@ def _unsent(connection: Connection) -> int:
 def _answer(
     message: RawResponseMessage, elapsed_s: float, body: bytearray, cut_by: str | None
 ) -> Answer:
-    """What came back; `cut_by` says what ended its body, if it has not ended by itself."""
-    return Answer.of(
-        message.code,
-        elapsed_s,
-        headers=_headers(message),
-        body=bytes(body),
-        detail="" if cut_by is None else f"the body was cut short: {cut_by}",
-    )
-
-
-def _headers(message: RawResponseMessage) -> Headers:
-    kept: list[tuple[str, str]] = []
-    size = 0
-    for name, value in message.raw_headers:
-        size += len(name) + len(value)
-        if size > HEADER_BYTES_MAX:
-            break
-        # ISO 8859-1 reads any byte (RFC 9110, 5.5).
-        kept.append((name.decode("latin-1"), value.decode("latin-1")))
-    return tuple(kept)
+    return answered(message.code, elapsed_s, kept(message.raw_headers), body, cut_by)
 
 
 def _explain(error: Exception, request: Request) -> tuple[Failure, str]:
@@ -170,7 +148,7 @@ def _explain(error: Exception, request: Request) -> tuple[Failure, str]:
         case NotConnected():
             return error.failure, error.detail
         case TimeoutError():
-            return Failure.TIMEOUT, f"not answered within {request.total_timeout_s:g} s"
+            return Failure.TIMEOUT, out_of_time(request.total_timeout_s)
         case aiohttp.ClientOSError() if isinstance(error.__cause__, ssl.SSLError):
             # In TLS 1.3 a refused handshake shows at the first read.
             return Failure.TLS, reason(error.__cause__)
@@ -178,7 +156,7 @@ def _explain(error: Exception, request: Request) -> tuple[Failure, str]:
             # What follows quotes what was received, and that may be what we sent.
             return Failure.PROTOCOL, (getattr(error, "message", "") or str(error)).partition(":")[0]
         case aiohttp.ServerDisconnectedError():
-            return Failure.RESET, "the connection was closed before an answer"
+            return Failure.RESET, UNANSWERED
         case aiohttp.ClientConnectionError() | ConnectionError():
             return Failure.RESET, getattr(error, "strerror", "") or str(error)
         case _:

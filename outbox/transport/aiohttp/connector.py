@@ -15,6 +15,7 @@ import aiohttp
 
 from outbox.core.answer import Failure
 from outbox.transport.aiohttp.protocol import Protocol
+from outbox.transport.answers import CLOSED
 from outbox.transport.port import POOLS_MAX, NotConnected
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Connector(aiohttp.BaseConnector):
             NotConnected: there is none.
         """
         if self.closed:
-            raise NotConnected(Failure.RESET, "the transport is closed")
+            raise NotConnected(Failure.RESET, CLOSED)
         timeout = _timeout(timeout_s)
         while True:
             connection = await self.connect(cast("Any", target), [], timeout)

@@ -17,8 +17,9 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from outbox.core.answer import Answer, Failure
+from outbox.transport.answers import CLOSED, out_of_time
 from outbox.transport.port import NotConnected
-from outbox.transport.wire.connection import CLOSED, Connection, out_of_time
+from outbox.transport.wire.connection import Connection
 from outbox.transport.wire.pools import Pools
 from outbox.transport.writing import written
 
@@ -97,21 +98,20 @@ class WireClient:
         self._pools.close()
 
     async def _connect(self, target: Target, request: Request, over_at: float) -> Connection:
-        connection: Connection | None = None
-        if not self._closed:
-            try:
-                async with asyncio.timeout_at(over_at):
-                    connection = await self._connecting.open(
-                        target,
-                        lambda: Connection(target, self._loop, self._known),
-                        request.connect_timeout_s,
-                    )
-            except TimeoutError:
-                why = out_of_time(request.total_timeout_s)
-                raise NotConnected(Failure.TIMEOUT, why) from None
-        if self._closed or connection is None:  # It may have been closed meanwhile.
-            if connection is not None:
-                connection.close()
+        if self._closed:
+            raise NotConnected(Failure.RESET, CLOSED)
+        try:
+            async with asyncio.timeout_at(over_at):
+                connection = await self._connecting.open(
+                    target,
+                    lambda: Connection(target, self._loop, self._known),
+                    request.connect_timeout_s,
+                )
+        except TimeoutError:
+            why = out_of_time(request.total_timeout_s)
+            raise NotConnected(Failure.TIMEOUT, why) from None
+        if self._closed:  # Meanwhile.
+            connection.close()
             raise NotConnected(Failure.RESET, CLOSED)
         return connection
 

@@ -12,6 +12,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, cast
 
 from outbox.core.answer import Answer, Failure
+from outbox.transport.answers import CANCELLED, CLOSED, ENDED, UNANSWERED, answered, out_of_time
 from outbox.transport.limits import HEAD_BYTES_MAX
 from outbox.transport.port import NotConnected
 from outbox.transport.tls import reason
@@ -20,10 +21,6 @@ from outbox.transport.wire.reading import AnswerReader
 if TYPE_CHECKING:
     from outbox.transport.connecting import Target
     from outbox.transport.wire.reading import Known
-
-CANCELLED = "the request was called off"
-CLOSED = "the transport is closed"
-ENDED = "the connection was closed"
 
 
 class Connection(asyncio.Protocol):
@@ -55,7 +52,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self.target = target
         self.free_since = 0.0
-        """When its last answer had come, by the loop's clock."""
+        """Since when it is kept for the next one, by the loop's clock."""
         self.over_at = 0.0
         """When the request that is on it runs out of time."""
         self._loop = loop
@@ -159,7 +156,6 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         if not reader.reusable or transport is None or transport.get_write_buffer_size():
             self.close()
-        self.free_since = self._loop.time()
         self._settle(self._answer(None))
 
     def eof_received(self) -> None:
@@ -176,7 +172,7 @@ class Connection(asyncio.Protocol):
                 self._give_up(Failure.TLS, reason(exc))
             elif exc is None:
                 in_body = self._reader.status is not None
-                self._give_up(Failure.RESET, ENDED if in_body else f"{ENDED} before an answer")
+                self._give_up(Failure.RESET, ENDED if in_body else UNANSWERED)
             else:
                 self._give_up(Failure.RESET, getattr(exc, "strerror", "") or str(exc))
         self._reader.close()
@@ -207,18 +203,7 @@ class Connection(asyncio.Protocol):
             waiting.set_result(answer)
 
     def _answer(self, cut_by: str | None) -> Answer:
-        """What came back; `cut_by` says what ended its body, if it has not ended by itself."""
         reader = self._reader
         assert reader.status is not None
-        return Answer.of(
-            reader.status,
-            monotonic() - self._started_at,
-            headers=reader.headers(),
-            body=bytes(reader.body),
-            detail="" if cut_by is None else f"the body was cut short: {cut_by}",
-        )
-
-
-def out_of_time(timeout_s: float) -> str:
-    """Why there is no answer."""
-    return f"not answered within {timeout_s:g} s"
+        elapsed_s = monotonic() - self._started_at
+        return answered(reader.status, elapsed_s, reader.headers(), reader.body, cut_by)

@@ -20,6 +20,7 @@ class Pools:
     """
 
     def __init__(self, keep_alive_s: float | None) -> None:
+        self._loop = asyncio.get_running_loop()
         self._keep_alive_s = keep_alive_s
         # Of each target the one that was used longest ago comes first, and so do the targets.
         self._kept: dict[Target, list[Connection]] = {}
@@ -43,6 +44,7 @@ class Pools:
         if self._keep_alive_s is None:
             connection.close()
             return
+        connection.free_since = self._loop.time()
         kept = self._kept.pop(connection.target, [])
         kept.append(connection)
         self._kept[connection.target] = kept
@@ -50,8 +52,7 @@ class Pools:
             for each in self._kept.pop(next(iter(self._kept))):
                 each.close()
         if self._timer is None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._keep_alive_s, self._sweep)
+            self._timer = self._loop.call_later(self._keep_alive_s, self._sweep)
 
     def close(self) -> None:
         """Close all of them."""
@@ -65,8 +66,7 @@ class Pools:
     def _sweep(self) -> None:
         """Close what has not been used for too long."""
         assert self._keep_alive_s is not None
-        loop = asyncio.get_running_loop()
-        long_ago = loop.time() - self._keep_alive_s
+        long_ago = self._loop.time() - self._keep_alive_s
         for target, kept in list(self._kept.items()):
             old = 0
             while old < len(kept) and kept[old].free_since <= long_ago:
@@ -78,4 +78,4 @@ class Pools:
         self._timer = None
         if self._kept:
             oldest = min(kept[0].free_since for kept in self._kept.values())
-            self._timer = loop.call_at(oldest + self._keep_alive_s, self._sweep)
+            self._timer = self._loop.call_at(oldest + self._keep_alive_s, self._sweep)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from outbox.core.answer import BODY_BYTES_MAX
+from outbox.transport.answers import kept
 from outbox.transport.limits import (
     BODY_RAW_BYTES_MAX,
     HEAD_BYTES_MAX,
-    HEADER_BYTES_MAX,
     HEADER_COUNT_MAX,
     INTERIM_MAX,
     TOO_LARGE_HEAD,
@@ -149,15 +149,7 @@ class AnswerReader:
         """Those of the answer, as far as they are kept."""
         if self._headers is not None:
             return self._headers
-        kept: list[tuple[str, str]] = []
-        size = 0
-        for name, value in self._raw:
-            size += len(name) + len(value)
-            if size > HEADER_BYTES_MAX:
-                break
-            # ISO 8859-1 reads any byte (RFC 9110, 5.5).
-            kept.append((name.decode("latin-1"), value.decode("latin-1")))
-        return tuple(kept)
+        return kept(self._raw)
 
     def close(self) -> None:
         """No more is read."""
