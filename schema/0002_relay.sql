@@ -62,6 +62,7 @@ CREATE TABLE endpoint (
     total_timeout_s   double precision NOT NULL DEFAULT 15,
     in_flight_max   integer     CHECK (in_flight_max > 0),            -- NULL: one for each lane
     rate_per_s      double precision CHECK (rate_per_s > 0),          -- NULL: no limit
+    batch_max       integer     CHECK (batch_max > 0),                -- NULL: each by itself
 
     -- Where a request may go beside the open internet, and whom it trusts there.
     allow_networks  text[]      NOT NULL DEFAULT '{}',

@@ -73,6 +73,8 @@ class EndpointBody(Model):
     """So many requests at once, over all lanes."""
     rate: float | None = None
     """So many requests begun in a second."""
+    batch_max: int | None = None
+    """So many deliveries of a lane in one request, as a JSON array."""
     allow_networks: tuple[str, ...] | None = None
     """Private networks that it may be in; not for a tenant's token."""
     ca: str | None = None

@@ -52,6 +52,7 @@ _TRACE_HEADERS = frozenset(
         "cf-ray",
         "request-id",
         "traceparent",
+        "x-accepted-through",
         "x-amz-cf-id",
         "x-amzn-requestid",
         "x-correlation-id",

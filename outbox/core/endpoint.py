@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from outbox.core import duration, pattern, statuses
 from outbox.core.answer import RETRYABLE
+from outbox.core.batch import BATCH_MAX
 from outbox.core.event import TENANT_BYTES_MAX, check_text, encode_headers
 from outbox.core.filter import check as check_filter
 from outbox.core.headers import header_problem
@@ -68,6 +69,8 @@ class EndpointSettings:
     """So many requests at once, over all lanes; None: one for each lane."""
     rate_per_s: float | None = None
     """At most so many requests are begun in a second, by one relay; None: no limit."""
+    batch_max: int | None = None
+    """So many deliveries of a lane in one request, as a JSON array; None: each by itself."""
     allow_networks: tuple[str, ...] = ()
     """Private networks that its deliveries may go to, beside those that the relay opens."""
     ca: str | None = None
@@ -115,6 +118,8 @@ class EndpointSettings:
             _integer("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX)
         if self.rate_per_s is not None:
             _rate(self.rate_per_s)
+        if self.batch_max is not None:
+            _integer("batch_max", self.batch_max, BATCH_MAX)
         self._set("allow_networks", _networks(self.allow_networks))
         if self.ca is not None:
             _pem(self.ca)

@@ -54,6 +54,10 @@ class Head:
             self.first_attempt_at = started_at
         self.last_answer = told
 
+    def put_off(self, until: float) -> None:
+        """Try again at this time; the attempt that was made is no fault of this delivery."""
+        self.next_attempt_at = until
+
     def hold_to(self, policy: RetryPolicy, now: float) -> None:
         """Wait no longer than the policy could have said: a clock may have been set back."""
         if self.next_attempt_at is not None:

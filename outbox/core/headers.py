@@ -41,6 +41,7 @@ _RESERVED = frozenset(
         "x-delivery",
         "x-event",
         "x-lane",
+        "x-last-sequence",
         "x-previous-sequence",
         "x-sequence",
         # What frames the request or the answer, or says where it goes.

@@ -26,10 +26,12 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum, auto
+from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from outbox.core.answer import Verdict, receipt, summary
+from outbox.core.batch import BATCH_BYTES_MAX, BatchSize, element_bytes
 from outbox.core.head import Head
 from outbox.core.request import Delivery
 from outbox.core.steps import (
@@ -74,10 +76,13 @@ class Lane:
         owed_since: when the first delivery that is owed was given out.
         blocked: an operator has to let it go on.
         ended: it belongs to an older generation; nothing is added any more.
+        batch_max: so many deliveries may go together; None: each goes by itself.
     """
 
     __slots__ = (
         "_acked",
+        "_batch_max",
+        "_batch_size",
         "_blocked",
         "_busy",
         "_committed",
@@ -112,8 +117,11 @@ class Lane:
         owed_since: float | None = None,
         blocked: bool = False,
         ended: bool = False,
+        batch_max: int | None = None,
     ) -> None:
         self.id = lane_id
+        self._batch_max = batch_max
+        self._batch_size = BatchSize()
         for seq, batch, at in sorted(set(tail)):
             # Records are written in order, so the tail has no holes; were
             # there one, sending again is right and skipping would not be.
@@ -175,9 +183,7 @@ class Lane:
     @property
     def runs_dry(self) -> bool:
         """Hardly anything is left of what it had in hand, and there is no more to read."""
-        return (
-            not self._stopped and len(self._queue) <= FETCH_LOW and self._fetched >= self._last_seq
-        )
+        return not self._stopped and self._fetched >= self._last_seq and self._is_low()
 
     @property
     def drained(self) -> bool:
@@ -250,22 +256,22 @@ class Lane:
             return None if until == inf else Wait(until)
         self._busy = _Busy.SENDING
         self._free = not is_due
+        batch = () if self._batch_max is None else self._together(gate, now)
+        last_seq = batch[-1].seq if batch else first.seq
         return Send(
             first,
             self._delivered,
             head.attempts + 1,
-            maybe_sent_before=head.attempts > 0 or first.batch <= self._sent_through_batch,
-            lane_ends=self._ended and first.seq == self._last_seq,
+            maybe_sent_before=head.attempts > 0
+            or first.batch <= self._sent_through_batch
+            or first.seq <= self._batch_size.sent_through_seq,
+            lane_ends=self._ended and last_seq == self._last_seq,
+            batch=batch,
         )
 
     def fetch(self) -> Fetch | None:
         """What to read, if the lane runs low and there is more."""
-        if (
-            self._stopped
-            or self._fetching
-            or len(self._queue) > FETCH_LOW
-            or self._fetched >= self._last_seq
-        ):
+        if self._stopped or self._fetching or self._fetched >= self._last_seq or not self._is_low():
             return None
         self._fetching = True
         return Fetch(self._fetched, self._read_from_batch)
@@ -340,7 +346,10 @@ class Lane:
             self._pass(first.seq, first.batch, delivered=True)
             self._stalled_since = now if self.owed else None
             self._busy = None
+            if self._batch_max is not None:
+                self._batch_size.accepted(first.seq, 1, of=1)
             return Record(self.id, first.seq, row)
+        self._batch_size.failed(first.seq)
         head.attempts = attempt
         head.answered(told, started_at)
         if verdict is Verdict.REFUSED:
@@ -349,30 +358,76 @@ class Lane:
             policy, started_at=started_at, now=now, u=u, called_off=called_off
         ):
             return self._give_up(first, "exhausted", row, blocks=blocks)
-        self._busy = _Busy.RECORDING
-        self._floor_batch = first.batch
-        progress = Progress(
-            self._acked,
-            self._delivered,
-            self._floor_batch,
+        return self._failed(first, row)
+
+    def batch_answered(
+        self,
+        batch: Sequence[Delivery],
+        accepted_seq: int,
+        verdict: Verdict,
+        answer: Answer,
+        policy: RetryPolicy,
+        *,
+        started_at: float,
+        now: float,
+        u: float,
+    ) -> list[Record]:
+        """A Send of several deliveries was answered; of one: see `answered`.
+
+        The records are in order; but for the last, each is a success.
+
+        Args:
+            accepted_seq: everything up to here is delivered.
+            verdict: of the batch; what it is other than a success, the first that was not
+                accepted will be, alone, if it is to blame.
+            u: uniform in [0, 1), for the jitter.
+        """
+        told = receipt(answer)
+        records: list[Record] = []
+        for each in batch:
+            if each.seq > accepted_seq:
+                break
+            row = AttemptRow(
+                each.batch, each.seq, 1, "delivered", answer.status, answer.detail or None,
+                started_at, answer.elapsed_s, told,
+            )  # fmt: skip
+            records.append(Record(self.id, each.seq, row))
+        if records:
+            self._success_at = now
+            self._pass(accepted_seq, self._floor_batch, delivered=True)
+            self._stalled_since = now if self.owed else None
+        if verdict is Verdict.DELIVERED:
+            self._batch_size.accepted(batch[-1].seq, len(records), of=len(batch))
+            self._busy = None
+            return records
+        self._batch_size.failed(batch[-1].seq)
+        first, head = batch[len(records)], self._head
+        head.attempts += 1
+        head.answered(summary(answer), started_at)
+        # Alone it is to be asked about at once, unless the receiver is in trouble.
+        wait_s = 0.0 if verdict is Verdict.REFUSED else policy.delay_s(1, u)
+        head.put_off(now + wait_s)
+        row = AttemptRow(
+            first.batch,
             first.seq,
             head.attempts,
-            head.spent,
-            head.first_attempt_at,
-            head.next_attempt_at,
+            "retry",
+            answer.status,
+            answer.detail or (answer.failure.value if answer.failure else None),
+            started_at,
+            answer.elapsed_s,
             head.last_answer,
-            self._success_at,
         )
-        return Record(self.id, first.seq, row, progress)
+        records.append(self._failed(first, row))
+        return records
 
     def still(self, send: Send, now: float) -> bool:
         """Whether a Send that waited for its turn is what there is to do."""
-        expires_at = send.delivery.expires_at
-        return (
-            not self._stopped
-            and not self._outdated
-            and self._cut is None
-            and (expires_at is None or expires_at.timestamp() > now)
+        if self._stopped or self._outdated or self._cut is not None:
+            return False
+        return all(
+            each.expires_at is None or each.expires_at.timestamp() > now
+            for each in send.batch or (send.delivery,)
         )
 
     def unsent(self) -> None:
@@ -406,6 +461,10 @@ class Lane:
         """An operator lets it go on."""
         self._blocked = False
 
+    def batch_up_to(self, batch_max: int | None) -> None:
+        """From the next request on, so many deliveries may go together."""
+        self._batch_max = batch_max
+
     def reread(self) -> None:
         """What is in hand may not be what is stored any more: read it again."""
         self._outdated = True
@@ -419,6 +478,52 @@ class Lane:
         self._stopped = True
 
     # ---------------------------------------------------------------- inside
+
+    def _is_low(self) -> bool:
+        """Whether it is time to ask for more, so that the next request need not wait for it."""
+        in_hand = len(self._queue)
+        if in_hand <= FETCH_LOW:
+            return True
+        if self._batch_max is None or in_hand > self._batch_max:
+            return False
+        sizes = (element_bytes(each) for each in self._queue if not isinstance(each, Gone))
+        return sum(sizes) <= BATCH_BYTES_MAX
+
+    def _together(self, gate: Gate, now: float) -> tuple[Delivery, ...]:
+        """What goes in one request: the head, and what may follow it."""
+        count_max = min(self._batch_max or 1, self._batch_size.now)
+        if self._head.attempts or gate is Gate.PROBE:
+            count_max = 1
+        together: list[Delivery] = []
+        room_bytes = BATCH_BYTES_MAX
+        for each in islice(self._queue, count_max):
+            if isinstance(each, Gone):
+                break
+            room_bytes -= element_bytes(each)
+            is_expired = each.expires_at is not None and each.expires_at.timestamp() <= now
+            if together and (is_expired or room_bytes < 0):
+                break
+            together.append(each)
+        return tuple(together)
+
+    def _failed(self, first: Delivery | Gone, row: AttemptRow) -> Record:
+        """The head was tried, and is to be tried again."""
+        self._busy = _Busy.RECORDING
+        self._floor_batch = first.batch
+        head = self._head
+        progress = Progress(
+            self._acked,
+            self._delivered,
+            self._floor_batch,
+            first.seq,
+            head.attempts,
+            head.spent,
+            head.first_attempt_at,
+            head.next_attempt_at,
+            head.last_answer,
+            self._success_at,
+        )
+        return Record(self.id, first.seq, row, progress)
 
     def _take(self, delivery: Delivery | Gone) -> None:
         self._queue.append(delivery)

@@ -160,7 +160,7 @@ def prepare(
     )
     if endpoint_headers or delivery.headers is not None:
         lines += lines_of(merge(endpoint_headers, delivery.headers))
-    return Prepared(message_id, lines, _body(delivery, event_id, previous_seq, lane_ends=lane_ends))
+    return Prepared(message_id, lines, body_of(delivery, previous_seq, lane_ends=lane_ends))
 
 
 def build(
@@ -186,7 +186,14 @@ def rfc3339(at: datetime) -> str:
     return at.isoformat(timespec="microseconds")[:-_OFFSET_CHARS] + "Z"
 
 
-def _body(delivery: Delivery, event_id: str, previous_seq: int, *, lane_ends: bool) -> bytes:
+def body_of(
+    delivery: Delivery, previous_seq: int, *, lane_ends: bool = False, first: str = ""
+) -> bytes:
+    """The JSON object that a receiver gets.
+
+    Args:
+        first: members that come before all others, each with its comma.
+    """
     # Put together by hand: most of it needs no quoting, and a dictionary on the way to JSON
     # took longer than all else that is done to a body.
     tenant, key = delivery.tenant, delivery.key
@@ -194,7 +201,7 @@ def _body(delivery: Delivery, event_id: str, previous_seq: int, *, lane_ends: bo
     told_key = "" if key is None else f',"key":{orjson.dumps(key).decode()}'
     rest = "" if delivery.is_plain and not lane_ends else _rest(delivery, lane_ends=lane_ends)
     envelope = (
-        f'{{"id":"{event_id}","type":{_quoted(delivery.type)},'
+        f'{{{first}"id":"{delivery.event_id}","type":{_quoted(delivery.type)},'
         f'"timestamp":"{rfc3339(delivery.published_at)}"{told_tenant}{told_key},'
         f'"lane":"{delivery.lane}","sequence":{delivery.seq},'
         f'"previous_sequence":{previous_seq}{rest},"data":'

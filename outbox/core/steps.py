@@ -93,14 +93,16 @@ class DeadRange:
 
 
 class Send(NamedTuple):
-    """Make one attempt."""
+    """Make one attempt, of a delivery or of a batch of them."""
 
     delivery: Delivery
     previous_seq: int
     attempt: int
     maybe_sent_before: bool
     lane_ends: bool = False
-    """Nothing will ever follow it in its lane."""
+    """Nothing will ever follow it in its lane; of a batch, its last delivery."""
+    batch: tuple[Delivery, ...] = ()
+    """All that go together, beginning with `delivery`; none: it goes by itself."""
 
 
 class Fetch(NamedTuple):

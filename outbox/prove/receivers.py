@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from outbox.prove.answers import Answer
     from outbox.prove.books import Books, Request
+    from outbox.receiver.forwarding import Passed
 
 HEAD_BYTES_MAX = 65536
 DOUBT_S = 1.0
@@ -55,7 +56,7 @@ class Receivers:
 
     Args:
         groups: how many ports there are; an endpoint's is its number modulo this.
-        forward: passes a delivery on and returns the status; None: it ends here.
+        forward: passes a delivery on and returns what came back; None: it ends here.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Receivers:
         books: Books,
         groups: int,
         rng: random.Random,
-        forward: Callable[[dict[str, str], bytes], Awaitable[int]] | None = None,
+        forward: Callable[[dict[str, str], bytes], Awaitable[Passed]] | None = None,
     ) -> None:
         self.books = books
         self.rng = rng
@@ -112,7 +113,7 @@ class Receivers:
             return None
         try:
             verify(headers, body, [desk.secret], time.time())
-            message = parse(headers, body)
+            (message,) = parse(headers, body)
             data = message.data
             arrival = Arrival(
                 endpoint=desk.number,
@@ -229,7 +230,7 @@ class _Guest(asyncio.Protocol):
 
     async def _pass_on(self, request: Request, headers: Headers, body: bytes) -> None:
         assert self._receivers.forward is not None
-        status = await self._receivers.forward(headers, body)
+        status = (await self._receivers.forward(headers, body)).status
         outcome = Outcome.GOOD if 200 <= status <= 299 else Outcome.BAD
         label = "ok" if outcome is Outcome.GOOD else f"your receiver said {status}"
         if not request.open:

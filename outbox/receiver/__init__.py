@@ -32,14 +32,15 @@ if TYPE_CHECKING:
         TimestampTooNew,
         TimestampTooOld,
     )
+    from outbox.receiver.asynchronous import AsyncReceiver
     from outbox.receiver.fetching import AlreadyAsked, CannotFetch, Fetch
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.memory import MemoryDatabase
     from outbox.receiver.inbox.taking import Outcome, Taken
     from outbox.receiver.message import BadMessage, Message
-    from outbox.receiver.receivers import AsyncReceiver, Receiver
     from outbox.receiver.receiving import Busy, Gaps, Refuse
     from outbox.receiver.requests import Answer, Request
+    from outbox.receiver.threaded import Receiver
     from outbox.receiver.verifying import Verified, Verifier, verify
 
 _HOMES = {
@@ -52,14 +53,15 @@ _HOMES = {
         "TimestampTooNew",
         "TimestampTooOld",
     ),
+    "outbox.receiver.asynchronous": ("AsyncReceiver",),
     "outbox.receiver.fetching": ("AlreadyAsked", "CannotFetch", "Fetch"),
     "outbox.receiver.inbox.inbox": ("Inbox",),
     "outbox.receiver.inbox.memory": ("MemoryDatabase",),
     "outbox.receiver.inbox.taking": ("Outcome", "Taken"),
     "outbox.receiver.message": ("BadMessage", "Message"),
-    "outbox.receiver.receivers": ("AsyncReceiver", "Receiver"),
     "outbox.receiver.receiving": ("Busy", "Gaps", "Refuse"),
     "outbox.receiver.requests": ("Answer", "Request"),
+    "outbox.receiver.threaded": ("Receiver",),
     "outbox.receiver.verifying": ("Verified", "Verifier", "verify"),
 }
 

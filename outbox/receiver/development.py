@@ -7,6 +7,8 @@ What a good receiver does, in this order:
 3. drop what was processed before, by `X-Delivery`, and still answer 2xx;
 4. answer 2xx only when the effect is there.
 
+Of a batch it does so one by one, and says how far it came if it fails on the way.
+
 It can be told to fail at random, before the effect (the sender has to try
 again) or after it (so that duplicates come, and have to be dropped).
 """
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from outbox.core import checkpoint
+from outbox.core.batch import ACCEPTED_THROUGH
 from outbox.core.order import Observation, OrderBook, OrderTotals
 from outbox.core.signature import SignatureError, verify
 from outbox.errors import UsageError
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from outbox.core.checkpoint import Mark
+    from outbox.receiver.forwarding import Passed
 
 BODY_BYTES_MAX = 65 * 1024 * 1024
 """The largest payload that can be allowed, and what is around it."""
@@ -82,7 +86,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Handled:
-    """One request and what became of it."""
+    """One delivery, or what was no delivery, and what became of it."""
 
     outcome: Outcome
     status: int | None
@@ -125,12 +129,12 @@ class DevelopmentReceiver:
     `secrets` are the keys that may have signed (none: signatures are not
     looked at).  Of all good requests `fail_rate` fail in one of the ways in
     `faults`, half of them after the effect.  `refuse` may name a reason never
-    to take a delivery (422).  `on_request` is called for every request when
+    to take a delivery (422).  `on_request` is called for every delivery when
     its outcome is known, before the answer is sent.
     `from_start` says that all lanes begin after this receiver, so that a first
     number other than 1 means that some are missing.  `forward` passes a request on, and
-    gives the status that came back; anything but 2xx is answered as it is, and the
-    delivery was not taken then.
+    gives what came back; anything but 2xx is answered as it is, and what was not accepted
+    behind is not taken here.
 
     Raises:
         UsageError: a rate or a time is out of its bounds.
@@ -146,7 +150,7 @@ class DevelopmentReceiver:
         rng: random.Random | None = None,
         refuse: Callable[[Message], str | None] | None = None,
         on_request: Callable[[Handled], None] | None = None,
-        forward: Callable[[Mapping[str, str], bytes], Awaitable[int]] | None = None,
+        forward: Callable[[Mapping[str, str], bytes], Awaitable[Passed]] | None = None,
         from_start: bool = False,
         clock: Callable[[], float] = time.time,
         seen_max: int = SEEN_MAX,
@@ -214,53 +218,65 @@ class DevelopmentReceiver:
             if self.secrets:
                 verify(request.headers, body, self.secrets, self._clock())
             marks = checkpoint.parse(body)
-            message = None if marks is not None else parse(request.headers, body)
+            messages = () if marks is not None else parse(request.headers, body)
         except SignatureError as error:
             return self._reject(401, str(error))
         except ValueError as error:
             return self._reject(400, str(error))
-        if message is None:
+        if not messages:
             return await self._compare(marks or (), request, body)
-        if self._refuse is not None and (reason := self._refuse(message)):
-            self._count(Handled(Outcome.REFUSED, 422, message, reason=reason))
-            return web.Response(status=422, text=f"{reason}\n")
         fault, late = self._draw()
         if self._latency_s:
             await asyncio.sleep(self._latency_s)
-        if fault is not None and not late:
-            handled = Handled(Outcome.FAILED, _STATUS[fault], message, fault=fault)
-        elif refused := await self._not_taken_behind(request, body):
-            told = behind(refused)
-            self._count(Handled(Outcome.FAILED, refused, message, reason=told))
-            return web.Response(status=refused, text=f"{told}\n")
-        else:
-            # From here to the count nothing awaits, so two copies at once
-            # cannot both be the first.
-            handled = self._take_in(message, fault)
-        self._count(handled)
-        return await _answer(request, fault)
+        takes, stop = self._wanted(messages)
+        if fault is not None and not late and takes:
+            # Of a batch it has some before it fails.
+            takes = self._rng.randrange(takes) if takes > 1 else 0
+            stop = Handled(Outcome.FAILED, _STATUS[fault], messages[takes], fault=fault)
+        elif takes and self._forward is not None:
+            passed = await self._forward(request.headers, body)
+            takes = min(takes, passed.taken(messages))
+            if takes < len(messages) and not passed.is_success:
+                told = behind(passed.status)
+                stop = Handled(Outcome.FAILED, passed.status, messages[takes], reason=told)
+        # From here to the count nothing awaits, so two copies at once
+        # cannot both be the first.
+        for message in messages[:takes]:
+            self._count(self._take_in(message, fault if stop is None else None))
+        if stop is not None:
+            self._count(stop)
+        accepted = {}
+        if takes < len(messages) > 1:
+            accepted[ACCEPTED_THROUGH] = str(messages[0].sequence + takes - 1)
+        if stop is not None and stop.fault is None:
+            return web.Response(
+                status=stop.status or 500, headers=accepted, text=f"{stop.reason}\n"
+            )
+        return await _answer(request, fault, accepted)
+
+    def _wanted(self, messages: Sequence[Message]) -> tuple[int, Handled | None]:
+        """How many it would take, and what becomes of the first that it refuses."""
+        for n, message in enumerate(messages):
+            if self._refuse is not None and (reason := self._refuse(message)):
+                return n, Handled(Outcome.REFUSED, 422, message, reason=reason)
+        return len(messages), None
 
     async def _compare(
         self, marks: Sequence[Mark], request: web.Request, body: bytes
     ) -> web.Response:
         """Hold what came against how far the sender says its lanes are."""
-        if refused := await self._not_taken_behind(request, body):
-            told = behind(refused)
-            self._count(Handled(Outcome.FAILED, refused, reason=told))
-            return web.Response(status=refused, text=f"{told}\n")
+        if self._forward is not None:
+            passed = await self._forward(request.headers, body)
+            if not passed.is_success:
+                told = behind(passed.status)
+                self._count(Handled(Outcome.FAILED, passed.status, reason=told))
+                return web.Response(status=passed.status, text=f"{told}\n")
         missing = [
             f"{lo}-{hi} of {mark.lane}" for mark in marks for lo, hi in self._book.hear_of(mark)
         ]
         told = f"missing: {', '.join(missing)}" if missing else "nothing is missing"
         self._count(Handled(Outcome.CHECKPOINT, 200, reason=told))
         return web.Response(text="ok\n")
-
-    async def _not_taken_behind(self, request: web.Request, body: bytes) -> int | None:
-        """The status of whoever it is passed on to, unless it was taken there."""
-        if self._forward is None:
-            return None
-        status = await self._forward(request.headers, body)
-        return None if 200 <= status < 300 else status
 
     def _draw(self) -> tuple[Fault | None, bool]:
         """Whether and how to fail, and if so, whether after the effect."""
@@ -298,7 +314,9 @@ class DevelopmentReceiver:
             self.on_request(handled)
 
 
-async def _answer(request: web.Request, fault: Fault | None) -> web.Response:
+async def _answer(
+    request: web.Request, fault: Fault | None, headers: Mapping[str, str]
+) -> web.Response:
     if fault is Fault.HANG:
         # Until the sender closes the connection, which cancels this.
         await asyncio.get_running_loop().create_future()
@@ -308,7 +326,8 @@ async def _answer(request: web.Request, fault: Fault | None) -> web.Response:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         request.transport.abort()
     if fault is Fault.UNAVAILABLE:
-        return web.Response(status=503, headers={"Retry-After": "0"}, text="unavailable\n")
+        later = {"Retry-After": "0", **headers}
+        return web.Response(status=503, headers=later, text="unavailable\n")
     if fault is not None:
-        return web.Response(status=500, text="failed\n")
-    return web.Response(text="ok\n")
+        return web.Response(status=500, headers=headers, text="failed\n")
+    return web.Response(headers=headers, text="ok\n")

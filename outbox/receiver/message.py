@@ -1,4 +1,4 @@
-"""A delivery as a receiver reads it out of a request.
+"""Deliveries as a receiver reads them out of a request: one, or a batch of them.
 
 Only the body is signed.  The `X-` headers say the same for those who route or
 log without parsing, so one that says something else was changed on its way.
@@ -12,6 +12,7 @@ from uuid import UUID
 
 import orjson
 
+from outbox.core.batch import LAST_SEQUENCE
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 HEADERS = ("X-Delivery", "X-Event", "X-Lane", "X-Sequence", "X-Previous-Sequence")
-"""Each delivery has all of them."""
+"""Each delivery has all of them; a batch has X-Last-Sequence in place of X-Event."""
 
 
 class BadMessage(OutboxError, ValueError):
@@ -66,25 +67,60 @@ def is_delivery(body: bytes) -> bool:
         content = orjson.loads(body)
     except orjson.JSONDecodeError:
         return False
-    return isinstance(content, dict) and {"lane", "sequence", "previous_sequence"} <= set(content)
+    elements = content if isinstance(content, list) else [content]
+    return all(isinstance(each, dict) and set(each) >= _NUMBERED for each in elements)
 
 
-def parse(headers: Mapping[str, str], body: bytes) -> Message:
-    """Read a delivery, and check that headers and body agree.
+_NUMBERED = {"lane", "sequence", "previous_sequence"}
+
+
+def parse(headers: Mapping[str, str], body: bytes) -> tuple[Message, ...]:
+    """Read the deliveries of a request, in order, and check that headers and body agree.
 
     Names in `headers` are in lower case, or it is a mapping that ignores case.
 
     Raises:
-        BadMessage: it is not a delivery, or they disagree.
+        BadMessage: it is no delivery and no batch, or they disagree.
     """
     try:
         content = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadMessage(f"the body is not JSON: {error}") from None
+    request_id, attempt = _request_id(headers), _attempt(headers)
+    if isinstance(content, list):
+        messages = _batch(content, attempt)
+        _agree(headers, messages[0], (LAST_SEQUENCE, str(messages[-1].sequence)))
+        return messages
+    message = _message(content, request_id, attempt)
+    _agree(headers, message, ("X-Event", message.event_id))
+    return (message,)
+
+
+def _batch(content: list[Any], attempt: int | None) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    for element in content:
+        if not isinstance(element, dict):
+            raise BadMessage("an element of the body's array is not an object")
+        delivery_id = _uuid(_take(element, "delivery", str), 'the body\'s "delivery"')
+        message = _message(element, delivery_id, None if messages else attempt)
+        if messages:
+            before = messages[-1]
+            follows = (message.lane, message.sequence - 1, message.previous_sequence)
+            if follows != (before.lane, before.sequence, before.sequence):
+                raise BadMessage(
+                    f"in the array, sequence {message.sequence} cannot follow {before.sequence}"
+                )
+        messages.append(message)
+    if not messages:
+        raise BadMessage("the body is an array of nothing")
+    return tuple(messages)
+
+
+def _message(content: object, delivery_id: str, attempt: int | None) -> Message:
     if not isinstance(content, dict):
-        raise BadMessage("the body is not a JSON object")
+        raise BadMessage("the body is neither a JSON object nor an array of them")
     message = Message(
-        delivery_id=_delivery_id(headers),
+        delivery_id=delivery_id,
         event_id=_take(content, "id", str),
         type=_take(content, "type", str),
         timestamp=_take(content, "timestamp", str),
@@ -97,12 +133,11 @@ def parse(headers: Mapping[str, str], body: bytes) -> Message:
         backfill=_take(content, "backfill", int) if "backfill" in content else None,
         copy_of=_copy_of(content),
         lane_ends=_take(content, "lane_ends", bool) if "lane_ends" in content else False,
-        attempt=_attempt(headers),
+        attempt=attempt,
         data=content.get("data"),
     )
     if not 0 <= message.previous_sequence < message.sequence:
         raise BadMessage(f"sequence {message.sequence} cannot follow {message.previous_sequence}")
-    _agree(headers, message)
     return message
 
 
@@ -132,23 +167,23 @@ def _replay_of(content: Mapping[str, Any]) -> tuple[str, int] | None:
 def _copy_of(content: Mapping[str, Any]) -> str | None:
     if "copy_of" not in content:
         return None
-    text: str = _take(content, "copy_of", str)
-    try:
-        return str(UUID(text))
-    except ValueError:
-        raise BadMessage('the body\'s "copy_of" is not a UUID') from None
+    return str(UUID(_uuid(_take(content, "copy_of", str), 'the body\'s "copy_of"')))
 
 
-def _delivery_id(headers: Mapping[str, str]) -> str:
-    delivery_id = headers.get("x-delivery", "")
+def _uuid(text: str, what: str) -> str:
     try:
-        UUID(delivery_id)
+        UUID(text)
     except ValueError:
-        raise BadMessage("the header X-Delivery is not a UUID") from None
-    if headers.get("webhook-id", delivery_id) != delivery_id:
+        raise BadMessage(f"{what} is not a UUID") from None
+    return text
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    request_id = _uuid(headers.get("x-delivery", ""), "the header X-Delivery")
+    if headers.get("webhook-id", request_id) != request_id:
         # Of the two only webhook-id is signed.
         raise BadMessage("the headers X-Delivery and webhook-id differ")
-    return delivery_id
+    return request_id
 
 
 def _attempt(headers: Mapping[str, str]) -> int | None:
@@ -156,12 +191,12 @@ def _attempt(headers: Mapping[str, str]) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def _agree(headers: Mapping[str, str], message: Message) -> None:
+def _agree(headers: Mapping[str, str], first: Message, *more: tuple[str, str]) -> None:
     for header, value in (
-        ("X-Event", message.event_id),
-        ("X-Lane", message.lane),
-        ("X-Sequence", str(message.sequence)),
-        ("X-Previous-Sequence", str(message.previous_sequence)),
+        ("X-Lane", first.lane),
+        ("X-Sequence", str(first.sequence)),
+        ("X-Previous-Sequence", str(first.previous_sequence)),
+        *more,
     ):
         if headers.get(header.lower()) != value:
             raise BadMessage(f"the header {header} does not say what the body says")

@@ -12,10 +12,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from outbox.core.batch import ACCEPTED_THROUGH
 from outbox.core.checkpoint import TYPE as CHECKPOINT
 from outbox.core.order import Kind
 from outbox.core.signature import TOLERANCE_S, SignatureError
@@ -208,7 +209,7 @@ class Rules:
             return rejected(401, str(error))
         except BadMessage as error:
             return rejected(400, str(error))
-        is_known = verified.message is not None or verified.checkpoint is not None
+        is_known = verified.messages or verified.checkpoint is not None
         if not is_known and self.foreign is None:
             return rejected(400, "the headers X-Lane and X-Sequence are missing")
         return verified
@@ -224,6 +225,21 @@ class Rules:
         if taken.fresh:
             return Answer(Ended.PROCESSED, 200, "processed")
         return Answer(Ended.DUPLICATE, 200, "processed before")
+
+    def all_taken(self, messages: Sequence[Message], taken: Sequence[Taken]) -> Answer:
+        """Count and tell what was committed of a request, and say what to answer.
+
+        Args:
+            taken: of the first of them; after the last of these it was not gone on.
+        """
+        answer = Answer(Ended.DUPLICATE, 200, "processed before")
+        for n, (message, each) in enumerate(zip(messages, taken, strict=False)):
+            became = self.taken(message, each)
+            if became.status >= 400:
+                return stopped(messages, n, became)
+            if became.ended is Ended.PROCESSED:
+                answer = became
+        return answer
 
     def fetched(self, message: Message, taken: Taken) -> Fate:
         """Count and tell what was fetched and committed, and what became of it."""
@@ -263,11 +279,12 @@ class Rules:
         log.error("delivery %s was not processed", message_id, exc_info=error)
         return Answer(Ended.FAILED, 500, "the receiver failed")
 
-    def is_time_to_expire(self) -> bool:
-        """Once in a while."""
+    def is_time_to_expire(self, taken: int) -> bool:
+        """Once in a while, and at the beginning; so many more were taken."""
         with self._mutex:
-            self._taken += 1
-            return self._taken % EXPIRE_EVERY == 1
+            before = self._taken
+            self._taken += taken
+            return before == 0 or before // EXPIRE_EVERY < self._taken // EXPIRE_EVERY
 
     def _tell(self, message: Message, taken: Taken) -> None:
         kind = taken.observation.kind if taken.observation is not None else None
@@ -287,6 +304,19 @@ class Rules:
             self.totals.old += old
             self.totals.overdue += overdue
         self._metering.taken(gap=gap, old=old, overdue=overdue)
+
+
+def stopped(messages: Sequence[Message], at: int, answer: Answer) -> Answer:
+    """What is answered when of a request's messages this one was not taken, nor those after it.
+
+    Args:
+        at: its place.
+        answer: what is said of it.
+    """
+    if at == 0:
+        return answer
+    accepted = (ACCEPTED_THROUGH, str(messages[at - 1].sequence))
+    return replace(answer, headers=(*answer.headers, accepted))
 
 
 def choice(gaps: Gaps | str) -> Gaps:
@@ -323,13 +353,13 @@ def logged(verified: Verified, answer: Answer) -> dict[str, Any]:
 
     Only of those that are signed: of the others anybody could send any number.
     """
-    message = verified.message
+    first = verified.messages[0] if verified.messages else None
     return {
         "delivery_id": verified.message_id,
-        "lane": message.lane if message is not None else None,
-        "sequence": message.sequence if message is not None else None,
+        "lane": first.lane if first is not None else None,
+        "sequence": first.sequence if first is not None else None,
         "type": _type(verified),
-        "attempt": message.attempt if message is not None else None,
+        "attempt": first.attempt if first is not None else None,
         "outcome": answer.ended.value,
         "status": answer.status,
         "why": answer.text,
@@ -337,9 +367,10 @@ def logged(verified: Verified, answer: Answer) -> dict[str, Any]:
 
 
 def _type(verified: Verified) -> str | None:
-    if verified.message is not None:
-        return verified.message.type
-    return None if verified.checkpoint is None else CHECKPOINT
+    if verified.checkpoint is not None:
+        return CHECKPOINT
+    types = {message.type for message in verified.messages}
+    return types.pop() if len(types) == 1 else None
 
 
 def _log(message: Message, taken: Taken) -> None:

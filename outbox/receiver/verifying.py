@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outbox.core import checkpoint
+from outbox.core.batch import LAST_SEQUENCE
 from outbox.core.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
@@ -39,7 +40,10 @@ if TYPE_CHECKING:
     Headers: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
     """Names in any case; as pairs, so that one that is there twice can be told."""
 
-_READ = {ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER, "x-attempt", *map(str.lower, HEADERS)}
+_READ = {
+    ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER,
+    "x-attempt", LAST_SEQUENCE.lower(), *map(str.lower, HEADERS),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +51,13 @@ class Verified:
     """A request that a holder of the secret sent."""
 
     message_id: str
-    """The header `webhook-id`: the same for every copy.  Drop what you have seen."""
+    """The header `webhook-id`: the same for every copy.  Drop what you have seen; of a batch,
+    by the `delivery_id` of each message."""
     timestamp: int
     """When this attempt was signed, in epoch seconds."""
-    message: Message | None
-    """The delivery, if it is one of a relay; None: a checkpoint, or another sender's request."""
+    messages: tuple[Message, ...] = ()
+    """The delivery of a relay, or those of a batch; none: a checkpoint, or another sender's
+    request."""
     checkpoint: tuple[Mark, ...] | None = None
     """How far its lanes are, if that is what a relay tells; see `outbox.core.checkpoint`."""
 
@@ -99,7 +105,7 @@ class Verifier:
             marks = checkpoint.parse(body)
         except ValueError as error:
             raise BadMessage(str(error)) from None
-        return Verified(signed.message_id, signed.timestamp, None, marks)
+        return Verified(signed.message_id, signed.timestamp, (), marks)
 
 
 def verify(

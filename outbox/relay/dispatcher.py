@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from outbox.core.answer import Verdict, classify, retry_after_s, summary, without
+from outbox.core.batch import classify_batch
 from outbox.core.health import State
 from outbox.core.operational import is_operational
 from outbox.core.statuses import GONE
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from outbox.relay.recorder import Recorder
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LaneStore, LoadedLane
+    from outbox.telemetry.tracing import AttemptSpan
     from outbox.transport.port import Transport
 
 
@@ -396,19 +398,39 @@ class Dispatcher:
                 queueing.end(lane.turn, answered=answered)
         if credentials:
             answer = without(answer, credentials)
-        now = self._now()
-        verdict = self._judge(home, send, answer, now)
-        record = machine.answered(
-            verdict,
-            answer,
-            home.endpoint.retry,
-            started_at=started_at,
-            now=now,
-            u=self._rng.random(),
-            blocks=home.endpoint.blocks,
-            called_off=not answered,
-        )
-        self._observer.answered(lane, send, answer, record, span)
+        await self._settle(lane, send, answer, span, started_at, called_off=not answered)
+
+    async def _settle(
+        self,
+        lane: OwnedLane,
+        send: Send,
+        answer: Answer,
+        span: AttemptSpan | None,
+        started_at: float,
+        *,
+        called_off: bool,
+    ) -> None:
+        """What follows from an answer: it is judged, told of and written down."""
+        home, machine, now = lane.home, lane.machine, self._now()
+        verdict, accepted_seq = _meaning(home.endpoint, send, answer)
+        verdict = self._judge(home, send, verdict, answer, now)
+        policy, u = home.endpoint.retry, self._rng.random()
+        if len(send.batch) > 1:
+            records = machine.batch_answered(
+                send.batch, accepted_seq, verdict, answer, policy,
+                started_at=started_at, now=now, u=u,
+            )  # fmt: skip
+            self._observer.batch_answered(lane, send, answer, records, span)
+            for each in records[:-1]:
+                self._recorder.add(machine, home.epoch, each)
+            record = records[-1]
+        else:
+            record = machine.answered(
+                verdict, answer, policy,
+                started_at=started_at, now=now, u=u,
+                blocks=home.endpoint.blocks, called_off=called_off,
+            )  # fmt: skip
+            self._observer.answered(lane, send.delivery, answer, record, span)
         if not record.urgent:
             self._recorder.add(machine, home.epoch, record)
             if self._recorder.full:
@@ -429,12 +451,11 @@ class Dispatcher:
         """What lanes of an endpoint wait for that could be sent to; None: nothing."""
         return self._queueing.why(home.line)
 
-    def _judge(self, home: OwnedEndpoint, send: Send, answer: Answer, now: float) -> Verdict:
-        """What the answer means, for the delivery and for the endpoint."""
-        endpoint, health = home.endpoint, home.health
-        verdict = classify(
-            answer, maybe_sent_before=send.maybe_sent_before, retryable=endpoint.retryable
-        )
+    def _judge(
+        self, home: OwnedEndpoint, send: Send, verdict: Verdict, answer: Answer, now: float
+    ) -> Verdict:
+        """What the answer means for the endpoint, and then for the delivery."""
+        health = home.health
         before = health.state
         asked_s = None
         if verdict is Verdict.DELIVERED:
@@ -477,3 +498,12 @@ class Dispatcher:
         """There is something new about it to be written down."""
         self._changed.add(home.endpoint.id)
         self._on_health()
+
+
+def _meaning(endpoint: Endpoint, send: Send, answer: Answer) -> tuple[Verdict, int]:
+    """What an answer means, and the last number that is delivered if it is a success."""
+    before, retryable = send.maybe_sent_before, endpoint.retryable
+    if send.batch:
+        return classify_batch(send.batch, answer, maybe_sent_before=before, retryable=retryable)
+    verdict = classify(answer, maybe_sent_before=before, retryable=retryable)
+    return verdict, send.delivery.seq

@@ -13,13 +13,14 @@ from outbox.core.steps import DeadRange
 from outbox.telemetry.meters import Meters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from outbox.core.answer import Answer, Verdict
     from outbox.core.lane import Lane
-    from outbox.core.steps import Record, Send
+    from outbox.core.steps import AttemptRow, Record, Send
     from outbox.relay.owned import OwnedEndpoint, OwnedLane
     from outbox.store.destinations import Endpoint
+    from outbox.telemetry.sampling import Origin
     from outbox.telemetry.tracing import AttemptSpan, Tracing
     from outbox.transport.port import Request
 
@@ -46,32 +47,72 @@ class Observer:
     ) -> tuple[Request, AttemptSpan | None]:
         """An attempt is about to be made; returns the request as it is to be sent."""
         tracing = self._tracing
-        if tracing is None or (origin := tracing.origin(send.delivery)) is None:
+        if tracing is None:
             return request, None
-        span = tracing.attempt(lane.home.endpoint.name, send.delivery, send.attempt, now, origin)
+        for delivery in send.batch or (send.delivery,):
+            # Of several together, the trace of the first that is traced goes along.
+            if (origin := tracing.origin(delivery)) is not None:
+                break
+        else:
+            return request, None
+        endpoint, together = lane.home.endpoint.name, len(send.batch)
+        span = tracing.attempt(endpoint, delivery, send.attempt, now, origin, together)
         kept = (pair for pair in request.headers if pair[0].lower() not in TRACE_HEADERS)
         return request._replace(lines=lines_of((*kept, *span.headers))), span
 
     def answered(
-        self, lane: OwnedLane, send: Send, answer: Answer, record: Record, span: AttemptSpan | None
+        self,
+        lane: OwnedLane,
+        delivery: Delivery,
+        answer: Answer,
+        record: Record,
+        span: AttemptSpan | None,
     ) -> None:
         """An attempt was answered, or not."""
         row = record.attempt
         assert row is not None
-        meters = lane.home.meters
-        self.meters.attempted(meters, row, answer)
+        self.meters.attempted(lane.home.meters, row, answer)
         if self._tracing is not None and span is not None:
             self._tracing.answered(span, row, answer)
-        if row.outcome != "delivered":
-            return
+        if row.outcome == "delivered":
+            self._delivered(lane, delivery, row, None if span is None else span.origin)
+
+    def batch_answered(
+        self,
+        lane: OwnedLane,
+        send: Send,
+        answer: Answer,
+        records: Sequence[Record],
+        span: AttemptSpan | None,
+    ) -> None:
+        """An attempt of several deliveries was answered, or not.
+
+        Args:
+            records: what came of the first of them; of the others nothing.
+        """
+        tracing, row = self._tracing, None
+        for delivery, record in zip(send.batch, records, strict=False):
+            row = record.attempt
+            assert row is not None
+            self.meters.attempted(lane.home.meters, row, answer)
+            if row.outcome == "delivered":
+                origin = None if tracing is None else tracing.origin(delivery)
+                self._delivered(lane, delivery, row, origin)
+        if tracing is not None and span is not None and row is not None:
+            tracing.answered(span, row, answer)
+
+    def _delivered(
+        self, lane: OwnedLane, delivery: Delivery, row: AttemptRow, origin: Origin | None
+    ) -> None:
+        home, since = lane.home, delivery.waits_since
         ended_at = row.started_at + row.elapsed_s
-        since = send.delivery.waits_since
-        self.meters.delivered(meters, row.attempt, None if since is None else ended_at - since)
-        if self._tracing is not None and span is not None:
+        latency_s = None if since is None else ended_at - since
+        self.meters.delivered(home.meters, row.attempt, latency_s)
+        if self._tracing is not None and origin is not None:
             began_at = row.started_at if since is None else since
-            endpoint = lane.home.endpoint.name
+            name = home.endpoint.name
             self._tracing.ended(
-                endpoint, send.delivery, "delivered", row.attempt, began_at, ended_at, span.origin
+                name, delivery, "delivered", row.attempt, began_at, ended_at, origin
             )
 
     def abandoned(self, span: AttemptSpan | None, now: float) -> None:
@@ -91,21 +132,26 @@ class Observer:
         now: float,
     ) -> None:
         """An attempt did not succeed, and there will be another."""
-        progress = record.progress
+        progress, row = record.progress, record.attempt
+        assert row is not None
+        # Of several together it is the first that is still owed.
+        tried = (each for each in send.batch if each.seq == record.seq)
+        delivery = next(tried, send.delivery)
         next_at = progress.next_attempt_at if progress is not None else None
         delay_s = None if next_at is None else max(next_at - now, 0.0)
         if delay_s is not None:
             self.meters.waits(delay_s)
         log.warning(
             "attempt failed",
-            **_where(lane, send.delivery.seq),
-            attempt=send.attempt,
+            **_where(lane, record.seq),
+            together=len(send.batch) or None,
+            attempt=row.attempt,
             status=answer.status,
             failure=answer.failure and answer.failure.value,
             detail=answer.detail or None,
             verdict=verdict.name.lower(),
             retry_in_s=None if delay_s is None else round(delay_s, 3),
-            **self._trace(send.delivery),
+            **self._trace(delivery),
         )
 
     def given_up(self, lane: OwnedLane, record: Record, now: float) -> None:

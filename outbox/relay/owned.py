@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
+from outbox.core.batch import prepare_batch
 from outbox.core.generations import Generations
 from outbox.core.health import Health
 from outbox.core.lane import Lane
@@ -49,11 +50,12 @@ class OwnedLane:
             owed_since=loaded.owed_since,
             blocked=loaded.blocked,
             ended=loaded.ended,
+            batch_max=home.endpoint.batch_max,
         )
         self.turn = Turn(home.line)
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
-        # Body and headers of the head, kept over its attempts.
+        # Body and headers of the head, kept over its attempts; not those of several together.
         self.prepared: tuple[int, bool, Prepared] | None = None
 
     def gate(self, now: float) -> Gate:
@@ -72,15 +74,17 @@ class OwnedLane:
         endpoint, delivery = self.home.endpoint, send.delivery
         known = self.prepared
         if known is None or known[0] != delivery.seq or known[1] != send.lane_ends:
-            prepared = prepare(
-                delivery,
-                send.previous_seq,
-                lane_ends=send.lane_ends,
-                endpoint_headers=endpoint.headers,
-            )
-            known = self.prepared = (delivery.seq, send.lane_ends, prepared)
+            known = delivery.seq, send.lane_ends, self._prepare(send)
+            self.prepared = known if len(send.batch) <= 1 else None
         secrets = endpoint.secrets_at(started_at)
         return addressed(endpoint, known[2], send.attempt, int(started_at), secrets)
+
+    def _prepare(self, send: Send) -> Prepared:
+        headers, ends = self.home.endpoint.headers, send.lane_ends
+        before = send.previous_seq
+        if send.batch:
+            return prepare_batch(send.batch, before, lane_ends=ends, endpoint_headers=headers)
+        return prepare(send.delivery, before, lane_ends=ends, endpoint_headers=headers)
 
     def clear_timer(self) -> None:
         if self.timer is not None:
@@ -155,6 +159,7 @@ class OwnedEndpoint:
         was, self.endpoint = self.endpoint, endpoint
         for lane in self.lanes.values():
             lane.prepared = None
+            lane.machine.batch_up_to(endpoint.batch_max)
         if endpoint.state == "paused":
             self.health.pause()
         elif was.resumes != endpoint.resumes:

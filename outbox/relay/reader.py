@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.dispatcher")
 
 ROWS_PER_LANE = 32
+"""Or what one of the lanes may send together."""
 BYTES_PER_LANE = 512 << 10
 LANES_PER_READ = 64
 
@@ -57,7 +58,7 @@ class Reader:
                 [lane.loaded for lane, _ in wanted],
                 [fetch.floor_batch for _, fetch in wanted],
                 [fetch.after_seq for _, fetch in wanted],
-                ROWS_PER_LANE,
+                max(ROWS_PER_LANE, *(lane.home.endpoint.batch_max or 0 for lane, _ in wanted)),
                 BYTES_PER_LANE,
             )
             for lane, fetch in wanted:

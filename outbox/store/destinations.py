@@ -34,10 +34,10 @@ TIMEOUT_S_MAX = 3600.0
 
 READ_ENDPOINTS = """
 SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS headers,
-       e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.allow_networks,
-       e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter, e.backlog_count_max,
-       e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s, e.generation, e.resumes,
-       h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
+       e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
+       e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
+       e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s,
+       e.generation, e.resumes, h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
        h.last_answer::text AS last_answer, h.told_held_since, h.told_stalled_at,
        array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
               WHERE s.endpoint_id = e.id
@@ -68,6 +68,8 @@ class Endpoint:
     total_timeout_s: float
     in_flight_max: int | None
     rate_per_s: float | None
+    batch_max: int | None
+    """So many deliveries go in one request, as an array; None: each by itself."""
     networks: tuple[IPv4Network | IPv6Network, ...]
     """Opened for it, beside those that the relay opens."""
     ca: str | None
@@ -187,6 +189,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         total_timeout_s=timeouts[1],
         in_flight_max=row["in_flight_max"],
         rate_per_s=row["rate_per_s"],
+        batch_max=row["batch_max"],
         networks=networks,
         ca=row["ca"],
         identity=identity,

@@ -43,7 +43,7 @@ SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor
 SETTINGS = """
        e.name, e.url, e.types, e.tenant, e.all_tenants, e.filter, e.method,
        e.headers::text AS headers, e.connect_timeout_s, e.total_timeout_s, e.in_flight_max,
-       e.rate_per_s, e.allow_networks, e.ca, e.retry::text AS retry, e.retryable,
+       e.rate_per_s, e.batch_max, e.allow_networks, e.ca, e.retry::text AS retry, e.retryable,
        e.on_dead_letter, e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s,
        e.checkpoint_every_s, e.lanes
 """

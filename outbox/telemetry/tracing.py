@@ -91,13 +91,23 @@ class Tracing:
         """Of a delivery; None: it is not traced."""
 
     def attempt(
-        self, endpoint: str, delivery: Delivery, attempt: int, started_at: float, origin: Origin
+        self,
+        endpoint: str,
+        delivery: Delivery,
+        attempt: int,
+        started_at: float,
+        origin: Origin,
+        together: int = 0,
     ) -> AttemptSpan:
         """An attempt of a delivery that is traced begins.
 
         Args:
             started_at: epoch seconds.
+            together: it goes in a batch of so many; 0: by itself.
         """
+        attributes = {**_about(endpoint, delivery), "outbox.attempt": attempt}
+        if together:
+            attributes["messaging.batch.message_count"] = together
         of_delivery = SpanContext(
             origin.trace_id, _span_id(delivery), is_remote=False, trace_flags=SAMPLED,
             trace_state=origin.state,
@@ -106,7 +116,7 @@ class Tracing:
             f"send {endpoint}",
             trace.set_span_in_context(trace.NonRecordingSpan(of_delivery)),
             SpanKind.CLIENT,
-            {**_about(endpoint, delivery), "outbox.attempt": attempt},
+            attributes,
             start_time=int(started_at * NS),
         )
         return AttemptSpan(span, origin)

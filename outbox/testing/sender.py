@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from outbox.core import checkpoint
+from outbox.core.batch import prepare_batch
 from outbox.core.checkpoint import Mark
 from outbox.core.ed25519 import PRIVATE_PREFIX, parse_private_key
 from outbox.core.headers import pairs
@@ -28,6 +29,8 @@ from outbox.receiver.requests import Request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
+
+    from outbox.core.request import Prepared
 
 SECRET = "whsec_" + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
 PAGE = 100
@@ -120,6 +123,16 @@ class FakeSender:
         )
         return self._append(delivery, lane_ends=lane_ends)
 
+    def batch(self, *requests: Request) -> Request:
+        """Numbers of a lane that follow each other, together in one request."""
+        numbers = [self._of(each) for each in requests]
+        prepared = prepare_batch(
+            [each.delivery for each in numbers],
+            numbers[0].previous,
+            lane_ends=numbers[-1].lane_ends,
+        )
+        return _signed(prepared, 1, self._key, self._clock())
+
     def give_up(self, request: Request) -> None:
         """Let a number be a hole: what comes after it in its lane says so."""
         self._of(request).given_up = True
@@ -165,7 +178,7 @@ class FakeSender:
         prepared = checkpoint.prepare(
             str(self._new_id()), datetime.fromtimestamp(now, tz=UTC), marks
         )
-        return Request("POST", pairs(prepared.attempt(1, int(now), [self._key])), prepared.body)
+        return _signed(prepared, 1, self._key, now)
 
     def again(self, request: Request, attempt: int = 2) -> Request:
         """The same number once more, signed at this time."""
@@ -229,8 +242,14 @@ class _Numbered:
         self.delivery = delivery
         self.given_up = False
         self.is_sent_again = False
+        self.previous = previous
+        self.lane_ends = lane_ends
         self._prepared = prepare(delivery, previous, lane_ends=lane_ends)
 
     def request(self, attempt: int, key: bytes, now: float) -> Request:
-        headers = pairs(self._prepared.attempt(attempt, int(now), [key]))
-        return Request("POST", headers, self._prepared.body)
+        return _signed(self._prepared, attempt, key, now)
+
+
+def _signed(prepared: Prepared, attempt: int, key: bytes, now: float) -> Request:
+    headers = pairs(prepared.attempt(attempt, int(now), [key]))
+    return Request("POST", headers, prepared.body)

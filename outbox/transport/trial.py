@@ -14,6 +14,7 @@ import orjson
 
 from outbox.core import duration, retry
 from outbox.core.answer import Verdict, classify, retry_after_s, summary, without
+from outbox.core.batch import accepted_through, prepare_batch
 from outbox.core.request import Delivery, prepare
 from outbox.core.statuses import GONE
 from outbox.transport.addressing import Destination, addressed
@@ -68,6 +69,8 @@ class Tried(Destination, Protocol):
     @property
     def headers(self) -> Headers: ...
     @property
+    def batch_max(self) -> int | None: ...
+    @property
     def retry(self) -> RetryPolicy: ...
     @property
     def retryable(self) -> frozenset[int]: ...
@@ -95,33 +98,36 @@ async def attempt(transport: Transport, endpoint: Tried, *, total_s_max: float =
 def _request(endpoint: Tried) -> Request:
     """A delivery like any other, but for its lane."""
     now = time.time()
-    prepared = prepare(
-        Delivery(
-            endpoint_id=endpoint.id,
-            lane=f"{endpoint.id.hex[:12]}-test-{secrets.token_hex(4)}",
-            seq=1,
-            batch=0,
-            # No event has such an id, so no delivery has its X-Delivery.
-            outbox_id=-secrets.randbits(62),
-            event_id=uuid4(),
-            type=TYPE,
-            tenant=None,
-            key=None,
-            published_at=datetime.fromtimestamp(now, UTC),
-            expires_at=None,
-            payload=orjson.dumps({"test": True, "endpoint": endpoint.name}),
-            headers=None,
-        ),
-        previous_seq=0,
-        lane_ends=True,
-        endpoint_headers=endpoint.headers,
+    delivery = Delivery(
+        endpoint_id=endpoint.id,
+        lane=f"{endpoint.id.hex[:12]}-test-{secrets.token_hex(4)}",
+        seq=1,
+        batch=0,
+        # No event has such an id, so no delivery has its X-Delivery.
+        outbox_id=-secrets.randbits(62),
+        event_id=uuid4(),
+        type=TYPE,
+        tenant=None,
+        key=None,
+        published_at=datetime.fromtimestamp(now, UTC),
+        expires_at=None,
+        payload=orjson.dumps({"test": True, "endpoint": endpoint.name}),
+        headers=None,
     )
+    if endpoint.batch_max is None:
+        prepared = prepare(delivery, 0, lane_ends=True, endpoint_headers=endpoint.headers)
+    else:
+        prepared = prepare_batch([delivery], 0, lane_ends=True, endpoint_headers=endpoint.headers)
     return addressed(endpoint, prepared, 1, int(now), endpoint.secrets_at(now))
 
 
 def _outcome(answer: Answer, endpoint: Tried) -> tuple[str, str]:
     """What the relay would make of it: in a word, and as a sentence."""
     verdict = classify(answer, maybe_sent_before=False, retryable=endpoint.retryable)
+    in_array = endpoint.batch_max is not None
+    # Of the one delivery, which has number 1, it may say that it is not accepted.
+    if verdict is Verdict.DELIVERED and in_array and accepted_through(answer.headers, 1, 1) == 0:
+        verdict = Verdict.RETRY
     if verdict is Verdict.DELIVERED:
         return "delivered", "delivered"
     if verdict is Verdict.REFUSED:

@@ -89,9 +89,9 @@ async def test_what_was_sent_comes_again_page_by_page(
     for item, sent in zip(items, network.sent, strict=True):
         verified = verify(item["headers"], item["body"].encode(), made.secret)
         assert item["body"].encode() == sent.request.body
-        assert verified.message is not None
-        assert verified.message.delivery_id == sent.delivery
-        assert verified.message.sequence == item["sequence"]
+        (message,) = verified.messages
+        assert message.delivery_id == sent.delivery
+        assert message.sequence == item["sequence"]
 
 
 async def test_a_token_is_for_one_endpoint_and_an_end_ends_it(

@@ -96,7 +96,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "--tenant", "acme", "--lanes", 2, "--method", "PUT",
         "--header", "Authorization: Bearer hunter2", "--header", "X-Env:prod",
         "--connect-timeout", "2s", "--timeout", "1m", "--policy", "plane,attempts=8",
-        "--in-flight-max", 2, "--rate", 0.5, "--allow-network", "10.1.2.3",
+        "--in-flight-max", 2, "--rate", 0.5, "--batch-max", 50, "--allow-network", "10.1.2.3",
         "--retryable", "429", "--retryable", "5xx", "--on-dead-letter", "block",
         "--backlog-max", 1000, "--backlog-age", "2d", "--disable-after", "12h",
         "--checkpoint-every", "60s", "--json",
@@ -117,6 +117,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "timeout": "1m",
         "in_flight_max": 2,
         "rate": 0.5,
+        "batch_max": 50,
         "allow_networks": ["10.1.2.3/32"],
         "ca": None,
         "retry": "base=5m,factor=2,cap=6h,jitter=proportional,ratio=0.15,attempts=8,age=24h",
@@ -134,6 +135,7 @@ def test_every_setting_has_a_flag(here: Command) -> None:
         "filter        @.total > 100",
         "headers       X-Env Authorization (values not shown)",
         "backlog       at most 1000 deliveries and 2d",
+        "batches       at most 50 deliveries in a request",
     ):
         assert line in text.splitlines()
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from outbox.core.answer import Answer, Failure, Verdict, classify
+from outbox.core.answer import RETRYABLE, Answer, Failure, Verdict, classify
+from outbox.core.batch import classify_batch
 from outbox.core.lane import Lane
 from outbox.core.steps import Fetch, Gate, Gone, Record, Send, Wait
 from tests.core.lane_promises import POLICY, Watch
@@ -60,6 +61,8 @@ class World(Watch):
         self._says_so = faults.says_so
         self._batch = 0
         self._sent = {}
+        self._followed = set()
+        self._batch_max: int | None = None
         self._lost = set()
         self._told_erased = set()
         self._take_over()
@@ -77,10 +80,12 @@ class World(Watch):
             owed_since=disk.owed_since,
             blocked=disk.blocked and not faults.forgets_blocks,
             ended=disk.closed,
+            batch_max=self._batch_max,
         )
         self.sending: Send | None = None
         self.started_at = 0.0
-        self._free = self._is_first = False
+        self._free = False
+        self._new = ()
         self.fetching: Fetch | None = None
         self.pending: list[Record] = []
         self._over = disk.ended
@@ -106,7 +111,7 @@ class World(Watch):
         self._lost.update(r.seq for r in lost if r.progress is None)
         if self.sending is not None:
             if received:
-                self.receiver.gets(self.sending)
+                self._arrives(self.sending)
             else:
                 self.ghosts.append(self.sending)
         self.now += skew_s
@@ -115,7 +120,12 @@ class World(Watch):
     def ghost(self, i: int) -> None:
         """A copy that a dead owner sent arrives late."""
         if self.ghosts:
-            self.receiver.gets(self.ghosts.pop(i % len(self.ghosts)))
+            self._arrives(self.ghosts.pop(i % len(self.ghosts)))
+
+    def _arrives(self, send: Send, count: int | None = None) -> None:
+        """The receiver gets what was sent, or so many deliveries of it, in their order."""
+        for each in _apart(send)[:count]:
+            self.receiver.gets(each)
 
     def stop(self) -> None:
         self._stopped = True
@@ -175,6 +185,11 @@ class World(Watch):
         self.lane.cut(through_seq, "backlog")
         self._cut = max(self._cut, min(through_seq, self._known))
 
+    def batch_up_to(self, batch_max: int | None) -> None:
+        """The endpoint asks for so many together from now on."""
+        self._batch_max = batch_max
+        self.lane.batch_up_to(batch_max)
+
     def unblock(self) -> None:
         """An operator lets it go on."""
         self.disk.blocked = False
@@ -204,8 +219,11 @@ class World(Watch):
         command = self.lane.next(self.now, gate)
         if isinstance(command, Send):
             expect(not before and self.sending is None, "two requests are in flight")
-            self._is_first = command.delivery.seq not in self._sent
+            expect(bool(command.batch) == (self._batch_max is not None), "together or not?")
+            parts = _apart(command)
+            self._new = tuple(d.seq for each in parts if (d := each.delivery).seq not in self._sent)
             self._expect_rightly_sent(command, gate)
+            self._expect_rightly_together(parts, gate, self._batch_max or 1)
         if not before and not self._stopped:
             self._expect_what_needs_no_gate(command)
             if self._over < self._in_hand:
@@ -250,14 +268,19 @@ class World(Watch):
         u: float,
         after_s: float,
         blocks: bool = False,
+        part: int | None = None,
     ) -> None:
         """The receiver answers; without a status the relay saw a time-out.
 
         A receiver that has the number says so with 409 instead of refusing it.
         `blocks`: the endpoint waits for an operator when something is given up.
+        `part`: of a batch it takes so many deliveries at most, and says so.
         """
         send, self.sending = self.sending, None
         if send is None:
+            return
+        if len(send.batch) > 1:
+            self._answer_batch(send, status, received=received, u=u, after_s=after_s, part=part)
             return
         seq = send.delivery.seq
         if status is None:
@@ -268,7 +291,7 @@ class World(Watch):
             received = 200 <= status <= 299
             answer = Answer.of(status, 0.1)
         if received:
-            self.receiver.gets(send)
+            self._arrives(send)
         self.now += after_s
         verdict = classify(answer, maybe_sent_before=send.maybe_sent_before)
         expect(status != 409 or verdict is Verdict.DELIVERED, f"{seq} is refused as a copy")
@@ -292,6 +315,61 @@ class World(Watch):
         self.pending.append(record)
         self.expect_consistent()
 
+    def _answer_batch(
+        self,
+        send: Send,
+        status: int | None,
+        *,
+        received: bool,
+        u: float,
+        after_s: float,
+        part: int | None,
+    ) -> None:
+        batch = send.batch
+        first, last = batch[0].seq, batch[-1].seq
+        is_success = status is not None and 200 <= status <= 299
+        if is_success or received:
+            self._arrives(send, part)
+        headers: tuple[tuple[str, str], ...] = ()
+        if part is not None and (is_success or received) and status is not None:
+            headers = (("X-Accepted-Through", str(first - 1 + part)),)
+        self.now += after_s
+        if status is None:
+            answer = Answer.failed(Failure.TIMEOUT, "", 0.1)
+        else:
+            answer = Answer.of(status, 0.1, headers=headers)
+        before, retryable = send.maybe_sent_before, RETRYABLE
+        verdict, through = classify_batch(
+            batch, answer, maybe_sent_before=before, retryable=retryable
+        )
+        records = self.lane.batch_answered(
+            batch, through, verdict, answer, POLICY,
+            started_at=self.started_at, now=self.now, u=u,
+        )  # fmt: skip
+        taken = 0
+        if headers:
+            taken = min(part or 0, len(batch) - (not is_success))
+        elif is_success:
+            taken = len(batch)
+        passed, rest = records[:taken], records[taken:]
+        whole = [(first + n, None) for n in range(taken)]
+        expect([(r.seq, r.progress) for r in passed] == whole, "not what was accepted", records)
+        if taken:
+            self._over = self._delivered = first - 1 + taken
+            self._stalled_since = self.now if self._over < self._known else None
+        if is_success and taken:
+            expect(not rest, "a success is a failure", rest)
+        else:
+            expect(len(rest) == 1 and rest[0].seq == self._over + 1, "who failed?", rest)
+            p = rest[0].progress
+            expect(p is not None and rest[0].dead is None, "given up in company", rest)
+            assert p is not None
+            charged = (p.head_seq, p.attempts, p.spent, (p.next_attempt_at or 0.0) >= self.now)
+            expect(charged == (self._over + 1, 1, 0, True), "charged in company", p)
+        expect(last >= self._over, "more was accepted than was sent")
+        self.pending += records
+        self.expect_consistent()
+
     def _passed(self, record: Record) -> None:
         """What is given up is owed no more."""
         if record.dead is not None:
@@ -303,8 +381,8 @@ class World(Watch):
     def unsent(self) -> None:
         """The endpoint changed while the request waited for its place."""
         if self.sending is not None:
-            if self._is_first:
-                del self._sent[self.sending.delivery.seq]
+            for seq in self._new:
+                del self._sent[seq]
             self.sending = None
             self.lane.unsent()
             self.expect_consistent()
@@ -355,3 +433,12 @@ class World(Watch):
         expect(acked == disk.ended == disk.last_seq, "not everything has ended", disk.progress)
         for row in disk.delivered:
             expect(row.seq in self.receiver.got, f"{row.seq} was delivered to nobody")
+
+
+def _apart(send: Send) -> list[Send]:
+    """What goes together, as if each went by itself."""
+    previous, apart = send.previous_seq, []
+    for each in send.batch or (send.delivery,):
+        apart.append(send._replace(delivery=each, previous_seq=previous, batch=()))
+        previous = each.seq
+    return apart

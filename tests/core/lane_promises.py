@@ -47,6 +47,8 @@ class Watch:
     _stalled_since: float | None
     _sent: dict[int, int]
     """Every number that was ever sent, and the `previous_seq` it had last."""
+    _followed: set[int]
+    """Of these, what was sent behind others that could still fail."""
     _lost: set[int]
     """Numbers whose acknowledgement was lost in a crash."""
 
@@ -109,7 +111,8 @@ class Watch:
         expect(gate is not Gate.SHUT, f"{seq} is sent through a shut gate")
         expect(not disk.blocked, f"{seq} does not wait for an operator")
         expect(seq not in self._told_erased, f"{seq} is sent although it was erased")
-        ends = disk.closed and seq == disk.last_seq
+        last_seq = send.batch[-1].seq if send.batch else seq
+        ends = disk.closed and last_seq == disk.last_seq
         expect(send.lane_ends == ends, f"{seq} is wrong about the end of the lane", send)
         ended = max(disk.ended, self._delivered)
         expect(seq > ended, f"{seq} is sent although it has ended")
@@ -129,8 +132,25 @@ class Watch:
         was = self._sent.setdefault(seq, previous)
         if was != previous:
             expect(previous < was, f"{seq} names a later number", was, previous)
-            expect(was in self._lost and was in disk.dead, f"{seq} changes its previous", was)
+            is_known = was in self._lost or seq in self._followed
+            expect(is_known and was in disk.dead, f"{seq} changes its previous", was)
             self._sent[seq] = previous
+
+    def _expect_rightly_together(self, parts: list[Send], gate: Gate, batch_max: int) -> None:
+        """Consecutive numbers that may go, of a lane whose head did not fail."""
+        disk, first = self.disk, parts[0].delivery.seq
+        expect(len(parts) <= batch_max, "too many together", parts)
+        p = disk.folded
+        is_alone = gate is Gate.PROBE or (p.head_seq == first and p.attempts > 0)
+        expect(len(parts) == 1 or not is_alone, "its head is to go alone", parts)
+        for n, each in enumerate(parts[1:], 1):
+            seq = each.delivery.seq
+            expect(seq == first + n, f"{seq} follows {first + n - 1}", parts)
+            expect(each.delivery == disk.deliveries[seq - 1], f"{seq} changes its event")
+            expect(seq not in self._told_erased, f"{seq} is sent although it was erased")
+            expect(_expires_at(each.delivery) > self.now, f"{seq} has expired")
+            self._sent.setdefault(seq, seq - 1)
+            self._followed.add(seq)
 
     def expect_consistent(self) -> None:
         """What the lane says of itself is so."""

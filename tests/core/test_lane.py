@@ -65,11 +65,22 @@ class LaneMachine(RuleBasedStateMachine):
         u=uniforms,
         after_s=st.sampled_from([0.1, 20.0]),
         blocks=st.booleans(),
+        part=st.sampled_from([None, 0, 1, 2, 7]),
     )
     def answer(
-        self, status: int | None, received: bool, u: float, after_s: float, blocks: bool
+        self,
+        status: int | None,
+        received: bool,
+        u: float,
+        after_s: float,
+        blocks: bool,
+        part: int | None,
     ) -> None:
-        self.world.answer(status, received=received, u=u, after_s=after_s, blocks=blocks)
+        self.world.answer(status, received=received, u=u, after_s=after_s, blocks=blocks, part=part)
+
+    @rule(batch_max=st.sampled_from([None, 1, 3, 50]))
+    def batch_up_to(self, batch_max: int | None) -> None:
+        self.world.batch_up_to(batch_max)
 
     @precondition(lambda self: self.world.sending is not None)
     @rule()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from outbox.core.answer import Verdict
 from outbox.core.head import Head
 from outbox.core.lane import Lane, _Busy
 from outbox.core.steps import DeadRange, Gate, Progress, Record, Send, Wait
@@ -285,6 +286,55 @@ class SaysSoOnce(Lane):
         return command
 
 
+class AcknowledgesAllThatWasSent(Lane):
+    """Whatever a receiver accepted of it."""
+
+    def batch_answered(
+        self, batch: Any, accepted_seq: int, verdict: Verdict, *what: Any, **more: Any
+    ) -> Any:
+        if verdict is Verdict.DELIVERED:
+            accepted_seq = batch[-1].seq
+        return super().batch_answered(batch, accepted_seq, verdict, *what, **more)
+
+
+class SendsWhatFailedTogetherAgain(Lane):
+    """Who is to blame is not found out."""
+
+    def _together(self, gate: Gate, now: float) -> Any:
+        self._batch_size.now = 50
+        attempts, self._head.attempts = self._head.attempts, 0
+        batch = super()._together(gate, now)
+        self._head.attempts = attempts
+        return batch
+
+
+class ForgetsWhatWentTogether(Lane):
+    """Only its head was sent."""
+
+    def batch_answered(self, *what: Any, **more: Any) -> Any:
+        records = super().batch_answered(*what, **more)
+        self._batch_size.sent_through_seq = 0
+        return records
+
+
+class TakesExpiredOnesAlong(Lane):
+    """The head has not expired, so the others go."""
+
+    def _together(self, gate: Gate, now: float) -> Any:
+        return super()._together(gate, 0.0)
+
+
+class EndsWithTheFirst(Lane):
+    """The end is looked for in the head alone."""
+
+    def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
+        command = super().next(now, gate)
+        if isinstance(command, Send):
+            ends = self._ended and command.delivery.seq == self._last_seq
+            command = command._replace(lane_ends=ends)
+        return command
+
+
 class IsNeverMovedByASuccess(Lane):
     """It is stalled since it first owed something."""
 
@@ -370,6 +420,11 @@ def _faults(value: object) -> str | None:
         (NeverSaysThatItEnds, NO_FAULTS, "wrong about the end"),
         (EndsBeforeItsTime, NO_FAULTS, "wrong about the end"),
         (SaysSoOnce, NO_FAULTS, "wrong about the end"),
+        (AcknowledgesAllThatWasSent, NO_FAULTS, "a success is a failure"),
+        (SendsWhatFailedTogetherAgain, NO_FAULTS, "is to go alone"),
+        (ForgetsWhatWentTogether, NO_FAULTS, "was sent before"),
+        (TakesExpiredOnesAlong, NO_FAULTS, "has expired"),
+        (EndsWithTheFirst, NO_FAULTS, "wrong about the end"),
         (Lane, Faults(forgets_blocks=True), "does not wait for an operator"),
         (Lane, Faults(gives_up_alone=True), "has no outcome|without an outcome"),
         (Lane, Faults(reads_no_tail=True), "although it has ended|has two outcomes"),
@@ -379,7 +434,7 @@ def _faults(value: object) -> str | None:
 )
 def test_without_this_rule(lane: type[Lane], faults: Faults, violation: str) -> None:
     with pytest.raises(Violation, match=violation):
-        hunt_lane(400, lane, replace(faults, says_so=False))
+        hunt_lane(2000, lane, replace(faults, says_so=False))
 
 
 @pytest.mark.parametrize(

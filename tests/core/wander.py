@@ -82,6 +82,7 @@ def _wander_lane(world: World, rng: random.Random, steps: int) -> None:
     """Let things happen at random, each run with weights of its own."""
     below, chance = rng.randrange, lambda: rng.random() < 0.5
     blocks, ends = rng.random() < 0.2, rng.random() < 0.3
+    together = rng.choice(((None,), (None, 1, 3, 50), (3, 50)))
     happenings: list[tuple[float, Callable[[], object]]] = [
         (2, lambda: world.offer(1 + below(4), given=chance())),
         (0.5, lambda: world.offer(1 + below(20), told=chance(), given=chance())),
@@ -99,8 +100,10 @@ def _wander_lane(world: World, rng: random.Random, steps: int) -> None:
                 u=rng.random(),
                 after_s=rng.random(),
                 blocks=blocks,
+                part=rng.choice((None, None, below(8))),
             ),
         ),
+        (0.3, lambda: world.batch_up_to(rng.choice(together))),
         (0.5, world.unsent),
         (8, lambda: world.write_group(1 + below(4))),
         (1, world.checkpoint),

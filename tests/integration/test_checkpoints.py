@@ -87,7 +87,7 @@ async def test_it_names_the_last_number_that_was_delivered_of_every_lane(
         assert sorted(network.last()) in (["1-0", "2-0"], ["1-0", "2-1"])
     sent = network.checkpoints[-1]
     verified = verify(sent.headers, sent.body, made.secret)
-    assert verified.message is None
+    assert not verified.messages
     assert verified.checkpoint == parse(sent.body)
     assert len({each.body for each in network.checkpoints}) == len(network.checkpoints)
     assert await exceptions(database) == {}

@@ -29,7 +29,7 @@ DAY = delivery(1).published_at
 
 def message(seq: int, previous: int | None = None, **changes: Any) -> Message:
     lane_ends = changes.pop("lane_ends", False)
-    return parse(*signed(delivery(seq, **changes), previous=previous, lane_ends=lane_ends))
+    return parse(*signed(delivery(seq, **changes), previous=previous, lane_ends=lane_ends))[0]
 
 
 @pytest.fixture(params=OPENERS, ids=lambda kind: kind.__name__)

@@ -31,7 +31,7 @@ from outbox.core.checkpoint import Mark, prepare
 from outbox.core.headers import pairs
 from outbox.core.order import LaneState
 from outbox.core.signature import format_secret
-from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, receivers
+from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, threaded
 from outbox.receiver.catching_up import catch_up
 from outbox.receiver.fetching import Item, LaneStanding, Page
 from outbox.receiver.inbox import memory
@@ -372,7 +372,7 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
 
 def content(patch: pytest.MonkeyPatch) -> None:
     """Catches up with what follows, and not with what is missing before it."""
-    patch.setattr(receivers, "catch_up", lambda lane, state: catch_up(lane, LaneState(state.high)))
+    patch.setattr(threaded, "catch_up", lambda lane, state: catch_up(lane, LaneState(state.high)))
 
 
 @pytest.mark.parametrize("mistake", [forgetful, hasty, content])

@@ -19,7 +19,7 @@ class Clock:
 
 
 def message(seq: int, **changes: Any) -> Message:
-    return parse(*signed(delivery(seq, **changes)))
+    return parse(*signed(delivery(seq, **changes)))[0]
 
 
 def take(database: MemoryDatabase, what: Message) -> Outcome:

@@ -135,7 +135,7 @@ async def test_a_connection_that_commits_each_statement_is_refused(
     import sqlalchemy
 
     inbox = Inbox()
-    message = parse(*signed(delivery(1)))
+    (message,) = parse(*signed(delivery(1)))
     async with pool.acquire() as connection, connection.transaction():
         await inbox.create_async(connection)
     async with pool.acquire() as connection:

@@ -41,7 +41,7 @@ def test_a_lane_counts_as_a_relays_does(outbox_sender: FakeSender, outbox_secret
     once_more = sender.backfill(one)
     last = sender.event("a.b", None, lane=sender.lane(1), lane_ends=True)
     read = [
-        verify(each.headers, each.body, outbox_secret).message
+        verify(each.headers, each.body, outbox_secret).messages[0]
         for each in (one, two, three, again, once_more, last, sender.again(one))
     ]
     assert None not in read
@@ -57,7 +57,7 @@ def test_a_lane_counts_as_a_relays_does(outbox_sender: FakeSender, outbox_secret
     assert [m.attempt for m in messages[-2:]] == [1, 2]
     for _ in range(2):
         resent = [
-            verify(each.headers, each.body, outbox_secret).message
+            verify(each.headers, each.body, outbox_secret).messages[0]
             for each in sender.send_again(sender.lane(), 1)
         ]
         assert [m and m.replay_of for m in resent] == [(sender.lane(), n) for n in (3, 4, 5)]

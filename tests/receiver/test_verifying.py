@@ -28,9 +28,9 @@ HEADERS, BODY = signed(delivery(3), previous=1, timestamp=NOW)
 
 def test_a_delivery_of_a_relay_is_read_as_well() -> None:
     verified = verify(HEADERS, BODY, TEXT, now=NOW)
-    assert verified.message is not None
-    assert (verified.message.sequence, verified.message.previous_sequence) == (3, 1)
-    assert verified.message_id == verified.message.delivery_id
+    (message,) = verified.messages
+    assert (message.sequence, message.previous_sequence) == (3, 1)
+    assert verified.message_id == message.delivery_id
     assert verified.timestamp == NOW
 
 
@@ -40,11 +40,11 @@ def test_a_delivery_of_a_relay_is_read_as_well() -> None:
     ids=["mapping", "pairs", "upper case"],
 )
 def test_headers_come_in_many_forms(headers: Any) -> None:
-    assert verify(headers, BODY, TEXT, now=NOW).message is not None
+    assert verify(headers, BODY, TEXT, now=NOW).messages
 
 
 def test_while_a_secret_is_replaced_both_are_given() -> None:
-    assert verify(HEADERS, BODY, [ANOTHER, f" {TEXT}\n"], now=NOW).message is not None
+    assert verify(HEADERS, BODY, [ANOTHER, f" {TEXT}\n"], now=NOW).messages
     with pytest.raises(SignatureMismatch):
         verify(HEADERS, BODY, ANOTHER, now=NOW)
 
@@ -57,7 +57,7 @@ def test_another_senders_request_is_verified_and_not_read() -> None:
         "webhook-signature": Webhook(TEXT).sign("msg_1", at, body),
     }
     verified = verify(headers, body.encode(), TEXT)
-    assert (verified.message_id, verified.message) == ("msg_1", None)
+    assert (verified.message_id, verified.messages) == ("msg_1", ())
 
 
 def test_who_says_to_be_a_relay_is_taken_at_its_word() -> None:
@@ -87,4 +87,4 @@ def test_each_wrong_has_its_own_error() -> None:
         verify(HEADERS, BODY, [], now=NOW)
     with pytest.raises(UsageError):
         verify(HEADERS, BODY, "secret", now=NOW)
-    assert verify(HEADERS, BODY, TEXT, now=NOW + 400, tolerance_s=500).message
+    assert verify(HEADERS, BODY, TEXT, now=NOW + 400, tolerance_s=500).messages

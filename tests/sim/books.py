@@ -24,20 +24,17 @@ class Violation(Exception):
 
 @dataclass(eq=False)
 class Attempt:
-    """One request, as the wire carries it."""
+    """One delivery in a request, as the wire carries it."""
 
-    process: Process
     endpoint_id: UUID
     lane: str
     seq: int
     previous: int
-    number: int
     delivery: str
     event_id: str
     key: str | None
     version: int
     is_replay: bool
-    began_at: float
     kind: str
     """The event's type."""
     again: bool = False
@@ -46,6 +43,28 @@ class Attempt:
     @property
     def outbox_number(self) -> int:
         return int(self.event_id.replace("-", ""), 16) >> 64
+
+
+@dataclass(eq=False)
+class Sent:
+    """One request."""
+
+    process: Process
+    endpoint_id: UUID
+    lane: str
+    number: int
+    """X-Attempt, of the first delivery."""
+    began_at: float
+    attempts: tuple[Attempt, ...]
+    is_array: bool
+
+    @property
+    def first(self) -> Attempt:
+        return self.attempts[0]
+
+    @property
+    def last(self) -> Attempt:
+        return self.attempts[-1]
 
 
 @dataclass
@@ -73,7 +92,7 @@ class LaneBook:
     """Numbers whose sender got a success, above `done_through`."""
     done_at: dict[int, float] = field(default_factory=dict)
     """When the sender of a number got a success, last."""
-    open: dict[Attempt, None] = field(default_factory=dict)
+    open: dict[Sent, None] = field(default_factory=dict)
 
     def end(self, seq: int) -> None:
         self.ended.add(seq)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import orjson
 
 from tests.sim import moments
-from tests.sim.books import Attempt, LaneBook, Violation
+from tests.sim.books import Attempt, LaneBook, Sent, Violation
 from tests.sim.limits import Limits
 from tests.sim.operational import RESERVED, Operational
 from tests.sim.replayed import Replayed
@@ -93,6 +93,8 @@ class Checker:
         self._visible_at: dict[int, float] = {}
         self.received: dict[UUID, dict[str, float]] = defaultdict(dict)
         self._versions: dict[tuple[UUID, str], int] = defaultdict(int)
+        # What goes by the X-Delivery of a batch.
+        self._batches: dict[tuple[UUID, str], tuple[tuple[str, int, str], ...]] = {}
         self._owner_of: dict[int, str] = {}
         self._acked: dict[int, int] = {}
         # Until then something is or was wrong, so nothing has to be quick.
@@ -275,68 +277,110 @@ class Checker:
             for book in self.lanes.values():
                 if book.endpoint_id != endpoint_id:
                     continue
-                for attempt in book.open:
-                    other = attempt.process
+                for sent in book.open:
+                    other = sent.process
                     if other.name != name and not other.frozen and not other.dead:
                         raise Violation(
                             "lease",
-                            f"{other.name} has {attempt.lane}/{attempt.seq} open, {name} claims",
+                            f"{other.name} has {sent.lane}/{sent.first.seq} open, {name} claims",
                         )
 
     # --------------------------------------------------------------- the wire
 
-    def begins(self, process: Process, request: Request) -> Attempt:
+    def begins(self, process: Process, request: Request) -> Sent:
         """A request is sent."""
         told = {name.lower(): value for name, value in request.headers}
         body = orjson.loads(request.body)
-        data = body["data"]
         lane = told["x-lane"]
         book = self.lanes[lane]
-        attempt = Attempt(
+        is_array = isinstance(body, list)
+        attempts = tuple(
+            Attempt(
+                book.endpoint_id,
+                each["lane"],
+                each["sequence"],
+                each["previous_sequence"],
+                each["delivery"] if is_array else told["x-delivery"],
+                each["id"],
+                # Those of the relay are of no key that is counted.
+                each["data"].get("k"),
+                each["data"].get("v", 0),
+                "replay_of" in each or "backfill" in each,
+                each["type"],
+            )
+            for each in (body if is_array else [body])
+        )
+        sent = Sent(
             process,
             book.endpoint_id,
             lane,
-            body["sequence"],
-            body["previous_sequence"],
             int(told["x-attempt"]),
-            told["x-delivery"],
-            body["id"],
-            # Those of the relay are of no key that is counted.
-            data.get("k"),
-            data.get("v", 0),
-            "replay_of" in body or "backfill" in body,
             self.world.now,
-            body["type"],
+            attempts,
+            is_array,
         )
         self.moments.come(moments.REQUEST, process.name)
-        self._check_begin(book, attempt)
-        self._check_limits(attempt)
-        book.open[attempt] = None
-        return attempt
+        self._check_headers(sent, told)
+        self._check_begin(book, sent)
+        self._check_limits(sent)
+        book.open[sent] = None
+        return sent
 
     @reports
-    def _check_limits(self, attempt: Attempt) -> None:
-        self.limits.begins(attempt)
+    def _check_limits(self, sent: Sent) -> None:
+        self.limits.begins(sent)
 
     @reports
-    def _check_begin(self, book: LaneBook, attempt: Attempt) -> None:
-        where = f"{attempt.process.name}: {attempt.lane}/{attempt.seq}"
-        seq = attempt.seq
+    def _check_headers(self, sent: Sent, told: dict[str, str]) -> None:
+        said = [told["x-lane"], told["x-sequence"], told["x-previous-sequence"]]
+        is_of = [sent.first.lane, str(sent.first.seq), str(sent.first.previous)]
+        if sent.is_array:
+            said += [told["x-last-sequence"]]
+            is_of += [str(sent.last.seq)]
+            # Whoever drops a whole request by its id drops nothing else.
+            what = tuple((each.lane, each.seq, each.delivery) for each in sent.attempts)
+            key = sent.endpoint_id, told["x-delivery"]
+            known = self._batches.setdefault(key, what)
+            if known != what and (len(what) > 1 or known[0][2] != what[0][2]):
+                raise Violation("numbers", f"batch {key[1]} was {known}, and is {what}")
+        if said != is_of or told["webhook-id"] != told["x-delivery"]:
+            raise Violation("numbers", f"the headers say {said}, the body {is_of}")
+
+    @reports
+    def _check_begin(self, book: LaneBook, sent: Sent) -> None:
+        first = sent.first
+        where = f"{sent.process.name}: {sent.lane}/{first.seq}"
         owner = self.database.ownership.rows[book.endpoint_id]["replica_id"]
-        if owner is None or self._owner_of[owner] != attempt.process.name:
+        if owner is None or self._owner_of[owner] != sent.process.name:
             raise Violation("lease", f"{where} is sent, and replica {owner} owns it")
-        if any(other.process is attempt.process for other in book.open):
+        if any(other.process is sent.process for other in book.open):
             raise Violation("one request", f"{where}: another one of its lane is open")
-        if seq > book.last_seq:
+        if book.done_through < first.seq - 1:
+            book.finish(0)
+            if book.done_through < first.seq - 1:
+                raise Violation("order", f"{where} is sent before {book.done_through + 1} ended")
+        before = None
+        for attempt in sent.attempts:
+            self._check_attempt(book, attempt, sent)
+            if before is not None and (attempt.previous, attempt.seq) != (before, before + 1):
+                raise Violation("order", f"{where}: {attempt.seq} goes behind {before}")
+            before = attempt.seq
+        least = book.attempts.get(first.seq, 0)
+        if not least <= sent.number <= least + 1 and least:
+            raise Violation("retry state", f"{where}: attempt {sent.number} follows {least}")
+        if sent.number > 1 and len(sent.attempts) > 1:
+            raise Violation("retry state", f"{where} failed, and is not sent alone")
+        book.attempts[first.seq] = sent.number
+
+    def _check_attempt(self, book: LaneBook, attempt: Attempt, sent: Sent) -> None:
+        seq = attempt.seq
+        where = f"{sent.process.name}: {attempt.lane}/{seq}"
+        if seq > book.last_seq or attempt.lane != sent.lane:
             raise Violation("numbers", f"{where} was never given out")
         event_id = str(self.database.outbox[book.events[seq]].event_id)
         told = (attempt.delivery, attempt.event_id)
         if attempt.event_id != event_id or book.told.setdefault(seq, told) != told:
             raise Violation("numbers", f"{where} changed its event")
-        if book.done_through < seq - 1:
-            book.finish(0)
-            if book.done_through < seq - 1:
-                raise Violation("order", f"{where} is sent before {book.done_through + 1} ended")
         if seq in book.done_at and book.done_at[seq] > self.harmed_until:
             raise Violation("copy", f"{where} is sent again after its success, without need")
         previous = attempt.previous
@@ -344,21 +388,17 @@ class Checker:
             raise Violation("previous", f"{where} says {previous}, which was not the last one")
         if previous in book.dead:
             raise Violation("previous", f"{where} says {previous}, which was given up")
-        least = book.attempts.get(seq, 0)
-        if not least <= attempt.number <= least + 1 and least:
-            raise Violation("retry state", f"{where}: attempt {attempt.number} follows {least}")
-        book.attempts[seq] = attempt.number
 
-    def ends(self, attempt: Attempt) -> None:
+    def ends(self, sent: Sent) -> None:
         """A request is over, answered or closed."""
-        self.lanes[attempt.lane].open.pop(attempt, None)
-        self.limits.ends(attempt)
+        self.lanes[sent.lane].open.pop(sent, None)
+        self.limits.ends(sent)
 
     def died(self, process: Process) -> None:
         """Its requests are closed by the system."""
         self.limits.died(process)
         for book in self.lanes.values():
-            book.open = {a: None for a in book.open if a.process is not process}
+            book.open = {each: None for each in book.open if each.process is not process}
 
     @reports
     def thawed(self, process: Process) -> None:
@@ -368,9 +408,9 @@ class Checker:
             owner = self.database.ownership.rows[book.endpoint_id]["replica_id"]
             if owner is not None and self._owner_of[owner] == process.name:
                 continue
-            for attempt in book.open:
-                if attempt.process is process and not process.frozen and not process.dead:
-                    where = f"{process.name}: {attempt.lane}/{attempt.seq}"
+            for sent in book.open:
+                if sent.process is process and not process.frozen and not process.dead:
+                    where = f"{process.name}: {sent.lane}/{sent.first.seq}"
                     raise Violation("lease", f"{where} is still open after it woke up")
 
     def book(self, lane_id: int) -> LaneBook:
@@ -385,14 +425,24 @@ class Checker:
         """Whether that replica is this process."""
         return replica_id is not None and self._owner_of[replica_id] == process.name
 
-    def answered(self, attempt: Attempt, answer: Answer) -> None:
+    def answered(self, sent: Sent, answer: Answer) -> None:
         """The relay has the answer."""
-        if answer.status is not None and (200 <= answer.status <= 299 or answer.status == 409):
-            book = self.lanes[attempt.lane]
-            book.finish(attempt.seq)
-            book.done_at[attempt.seq] = self.world.now
+        status = answer.status
+        is_success = status is not None and 200 <= status <= 299
+        said = [value for name, value in answer.headers if name == "x-accepted-through"]
+        if sent.is_array and said:
+            through = min(int(said[0]), sent.last.seq - (not is_success))
+        elif is_success or (status == 409 and len(sent.attempts) == 1):
+            through = sent.last.seq
         else:
-            self.operational.failed(attempt.endpoint_id, attempt.kind)
+            through = 0
+        book = self.lanes[sent.lane]
+        for attempt in sent.attempts:
+            if attempt.seq <= through:
+                book.finish(attempt.seq)
+                book.done_at[attempt.seq] = self.world.now
+        if not is_success and status != 409:
+            self.operational.failed(sent.endpoint_id, sent.first.kind)
 
     @reports
     def processed(self, attempt: Attempt) -> None:

@@ -10,7 +10,7 @@ from tests.sim.books import Violation
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from tests.sim.books import Attempt
+    from tests.sim.books import Sent
     from tests.sim.clockwork import Process
     from tests.sim.database.tables import Database
 
@@ -30,27 +30,31 @@ class Limits:
             lambda: deque(maxlen=50)
         )
 
-    def begins(self, attempt: Attempt) -> None:
+    def begins(self, sent: Sent) -> None:
         """A request is sent."""
-        settings = self._database.endpoint.rows[attempt.endpoint_id]
-        who = (attempt.process, attempt.endpoint_id)
+        settings = self._database.endpoint.rows[sent.endpoint_id]
+        who = (sent.process, sent.endpoint_id)
         self._open[who] += 1
         most, per_s = settings["in_flight_max"], settings["rate_per_s"]
+        together_max = settings["batch_max"]
+        if sent.is_array != (together_max is not None) or len(sent.attempts) > (together_max or 1):
+            what = f"{len(sent.attempts)} together, {together_max} asked for"
+            raise Violation("limits", f"{what} by {settings['name']}")
         if most is not None and self._open[who] > most:
             raise Violation("limits", f"{self._open[who]} at once to {settings['name']}")
         if per_s is None:
             return
-        epoch = self._database.ownership.rows[attempt.endpoint_id]["epoch"]
+        epoch = self._database.ownership.rows[sent.endpoint_id]["epoch"]
         begun = self._begun[*who, epoch]
-        begun.append(attempt.began_at)
+        begun.append(sent.began_at)
         for n, since in enumerate(reversed(begun), 1):
-            if n > (attempt.began_at - since + SLACK_S) * per_s + 1 + STRAY:
-                within_s = attempt.began_at - since
+            if n > (sent.began_at - since + SLACK_S) * per_s + 1 + STRAY:
+                within_s = sent.began_at - since
                 raise Violation("limits", f"{n} in {within_s:.3f} s to {settings['name']}")
 
-    def ends(self, attempt: Attempt) -> None:
+    def ends(self, sent: Sent) -> None:
         """It is over."""
-        who = (attempt.process, attempt.endpoint_id)
+        who = (sent.process, sent.endpoint_id)
         if who in self._open:
             self._open[who] -= 1
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import random
 
     from outbox.transport.port import Request
+    from tests.sim.books import Sent
     from tests.sim.checks import Checker
     from tests.sim.clockwork import Process, World
 
@@ -33,6 +34,8 @@ class Receiver:
     hangs: float = 0.003
     refuses: float = 0.01
     """Of the events: 400, whenever they come."""
+    parts: float = 0.1
+    """Of the batches it takes the first deliveries only."""
     slow_s: float = 0.02
     down_until: float = 0.0
     """Refuses connections until then."""
@@ -64,7 +67,7 @@ class Transport:
         """One attempt."""
         world, rng = self._world, self._rng
         receiver = self._receivers[request.url]
-        attempt = self._checker.begins(self._process, request)
+        sent = self._checker.begins(self._process, request)
         started_at = world.now
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
 
@@ -73,7 +76,7 @@ class Transport:
                 answered.set_result(answer)
 
         def arrive() -> None:
-            delay_s, answer = self._process_it(receiver, attempt, world.now - started_at)
+            delay_s, answer = self._process_it(receiver, sent, world.now - started_at)
             world.after(delay_s, self._process, back, answer)
 
         try:
@@ -86,8 +89,8 @@ class Transport:
             if rng.random() < 0.2:
                 await asyncio.sleep(0)
         finally:
-            self._checker.ends(attempt)
-        self._checker.answered(attempt, answer)
+            self._checker.ends(sent)
+        self._checker.answered(sent, answer)
         return answer
 
     async def aclose(self) -> None:
@@ -98,7 +101,7 @@ class Transport:
         return 0.002 * u if u < 0.97 else 0.5 * self._rng.random()
 
     def _process_it(
-        self, receiver: Receiver, attempt: Any, elapsed_s: float
+        self, receiver: Receiver, sent: Sent, elapsed_s: float
     ) -> tuple[float, Answer | None]:
         """What the receiver does with it: (after how long, which answer)."""
         rng, now = self._rng, self._world.now
@@ -131,12 +134,25 @@ class Transport:
             return of(503, body=b"busy")
         if what == "garbage":
             return failed(Failure.PROTOCOL, "not HTTP")
-        if attempt.outbox_number % 97 < 97 * receiver.refuses:
-            return of(400, body=b"no")
-        self._checker.processed(attempt)
+        # A part of a batch, and then it has enough.
+        most = len(sent.attempts)
+        if most > 1 and rng.random() < receiver.parts:
+            most = rng.randrange(most + 1)
+        headers: tuple[tuple[str, str], ...] = ()
+        through, status = sent.first.seq - 1, 200
+        for attempt in sent.attempts[:most]:
+            if attempt.outbox_number % 97 < 97 * receiver.refuses:
+                status = 400
+                break
+            self._checker.processed(attempt)
+            through = attempt.seq
         if what == "hang":
             return 0.0, None
         if what == "reset":
             return failed(Failure.RESET, "reset")
-        again = attempt.again and not attempt.is_replay
-        return of(409 if again and rng.random() < 0.1 else 200)
+        if through < sent.last.seq and (status == 200 or rng.random() < 0.5):
+            headers = (("x-accepted-through", str(through)),)
+        again = all(each.again and not each.is_replay for each in sent.attempts)
+        if status == 200 and again and through == sent.last.seq and rng.random() < 0.1:
+            status = 409
+        return of(status, headers=headers)

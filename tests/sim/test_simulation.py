@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # Those that a few hours reveal; the others take hundreds: `python3 run.py sim --mutants`.
 QUICK = (
     "a-helping-on-top-of-the-last",
+    "a-batch-acknowledged-whole-when-a-part-was-accepted",
     "acknowledge-before-the-answer",
     "disabling-an-endpoint-without-the-cursor-row",
     "next-number-sent-while-the-head-waits-to-be-retried",

@@ -238,6 +238,7 @@ def _pairs(found: Detail) -> list[tuple[str, Any]]:
         ("time-outs", f"connect {told['connect_timeout']}, request {told['timeout']}"),
         ("at once", told["in_flight_max"] and f"at most {told['in_flight_max']} requests"),
         ("rate", told["rate"] and f"at most {told['rate']:g} requests in a second"),
+        ("batches", told["batch_max"] and f"at most {told['batch_max']} deliveries in a request"),
         ("networks", told["allow_networks"]),
         ("authorities", _authorities(found.settings.ca)),
         ("certificate", _certificate(found)),

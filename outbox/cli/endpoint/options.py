@@ -57,6 +57,8 @@ _SECTIONS = {
     "total_timeout_s": _CALLED,
     "in_flight_max": _CALLED,
     "rate_per_s": _CALLED,
+    "batch_max": _CALLED,
+    "no_batches": _CALLED,
     "no_limits": _CALLED,
     "allow_networks": _CALLED,
     "no_networks": _CALLED,
@@ -139,6 +141,13 @@ _SETTINGS = (
         help="At most N requests begun in a second; 0.5 is one in two.  Default: no limit.",
     ),
     click.option(
+        "--batch-max",
+        type=int,
+        metavar="N",
+        help="Send up to N deliveries of a lane in one request, as a JSON array, 1 to 1000.  "
+        "Default: each by itself.",
+    ),
+    click.option(
         "--allow-network",
         "allow_networks",
         multiple=True,
@@ -207,6 +216,7 @@ _TAKE_AWAY = (
     click.option("--no-tenant", is_flag=True, help="Events of no tenant."),
     click.option("--no-headers", is_flag=True, help="Without the headers it has; before --header."),
     click.option("--no-limits", is_flag=True, help="Without a limit of requests at once or rate."),
+    click.option("--no-batches", is_flag=True, help="Each delivery by itself."),
     click.option("--no-networks", is_flag=True, help="Without private networks of its own."),
     click.option("--no-ca", is_flag=True, help="With the system's authorities."),
     click.option("--no-checkpoints", is_flag=True, help="Without checkpoints."),
@@ -329,6 +339,8 @@ def _edited(settings: EndpointSettings, *, given: Mapping[str, Any]) -> Endpoint
         values["ca"] = None
     if values.pop("no_limits", False):
         values = {"in_flight_max": None, "rate_per_s": None, **values}
+    if values.pop("no_batches", False):
+        values = {"batch_max": None, **values}
     if values.pop("no_networks", False):
         values = {"allow_networks": (), **values}
     if values.pop("no_backlog", False):

@@ -12,7 +12,8 @@ from outbox.receiver.requests import Answer, Request, not_post, too_large
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from outbox.receiver.receivers import AsyncReceiver, Receiver
+    from outbox.receiver.asynchronous import AsyncReceiver
+    from outbox.receiver.threaded import Receiver
 
 
 def handler(

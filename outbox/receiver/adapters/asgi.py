@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from outbox.receiver.receivers import AsyncReceiver, Receiver
+from outbox.receiver.asynchronous import AsyncReceiver
 from outbox.receiver.requests import Answer, Request, not_post, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
     from typing import TypeAlias
+
+    from outbox.receiver.threaded import Receiver
 
     Scope: TypeAlias = MutableMapping[str, Any]
     Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]

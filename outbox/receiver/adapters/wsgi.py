@@ -10,8 +10,8 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from outbox.errors import UsageError
-from outbox.receiver.receivers import Receiver
 from outbox.receiver.requests import Answer, Request, not_post, rejected, too_large
+from outbox.receiver.threaded import Receiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -20,11 +20,12 @@ from outbox.core.signature import SIGNATURES_MAX, SignatureError, format_secret,
 from outbox.errors import OutboxError
 from outbox.receiver.adapters.asgi import ASGI
 from outbox.receiver.adapters.wsgi import WSGI
+from outbox.receiver.asynchronous import AsyncReceiver
 from outbox.receiver.fetching import CannotFetch, Fetch, Page
 from outbox.receiver.message import BadMessage, Message
-from outbox.receiver.receivers import AsyncReceiver, Receiver
 from outbox.receiver.receiving import Rules
 from outbox.receiver.requests import Answer, Ended, Request
+from outbox.receiver.threaded import Receiver
 from outbox.receiver.verifying import Verified, Verifier, verify
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, refused
@@ -48,6 +49,7 @@ _NAMES = (
     "X-Event",
     "X-Previous-Sequence",
     "X-Attempt",
+    "X-Last-Sequence",
 )
 _FIELDS = (
     ("X-Event", "id"),
@@ -105,9 +107,7 @@ def signatures(raw: bytes) -> None:
         _hold_signed(headers, body)
         return
     _hold_signed(headers, body)
-    hold(
-        verified.message_id == str(UUID(int=0)) or verified.message is not None, "it is a delivery"
-    )
+    hold(verified.message_id == str(UUID(int=0)) or verified.messages, "it is a delivery")
 
 
 def _hold_signed(headers: Sequence[tuple[str, str]], body: bytes) -> None:
@@ -151,8 +151,8 @@ def deliveries(raw: bytes) -> None:
         refused(error, "delivery", 500)
         return
     hold(verified.message_id == message_id and verified.timestamp == NOW, "another id or time")
-    if verified.message is not None:
-        _keepable(verified.message)
+    for message in verified.messages:
+        _keepable(message)
     for mark in verified.checkpoint or ():
         hold("\0" not in mark.lane, f"{mark}")
         hold(0 <= mark.sequence < 2**63 and 0 <= mark.generation < 2**63, f"{mark}")
@@ -162,8 +162,11 @@ def _saying(body: bytes) -> list[tuple[str, str]]:
     """Headers that say what the body says."""
     try:
         content = orjson.loads(body)
+        if isinstance(content, list):
+            said = [(header, str(content[0][name])) for header, name in _FIELDS[1:]]
+            return [*said, ("X-Last-Sequence", str(content[-1]["sequence"]))]
         return [(header, str(content[name])) for header, name in _FIELDS]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, IndexError):
         return []
 
 
@@ -353,6 +356,7 @@ def _look(page: Page) -> None:
 _RICH = GOOD_BODY.replace(
     b',"data"', b',"tenant":"t","replay_of":{"lane":"a","sequence":3},"backfill":4,"copy_of":"%b",'
     b'"lane_ends":true,"data"' % str(_ID).encode())  # fmt: skip
+_BATCH = b'[{"delivery":"%b",%b]' % (str(_ID).encode(), GOOD_BODY[1:])
 _ITEM = {"sequence": 7, "headers": dict(GOOD_HEADERS), "body": GOOD_BODY.decode()}
 _LANE = {"lane": "0198c0de0000-1-0", "generation": 1, "acknowledged": 9, "last": 9, "ended": False}
 _SIGNED = dict(GOOD_HEADERS)
@@ -384,9 +388,11 @@ TARGETS = (
             fields("id", '10{"type":"outbox.checkpoint","lanes":[{"lane":"a","generation":1,'
                    '"sequence":3,"given_up":[[1,2]]}]}'),
             fields("id", '10{"a":1}'),
+            fields(_SIGNED["webhook-id"], b"0" + _BATCH),
         ),
-        words=('"previous_sequence":', '"sequence":', '"lane":', '"replay_of":{', '"copy_of":',
-               '"backfill":', '"lane_ends":true', '"id":', '"type":', "null", "-1", "1e400",
+        words=('"delivery":"', "},{", "[{", "}]", '"previous_sequence":', '"sequence":',
+               '"lane":', '"replay_of":{', '"copy_of":', '"backfill":', '"lane_ends":true',
+               '"id":', '"type":', "null", "-1", "1e400",
                "9223372036854775808", "18446744073709551615", "\\u0000", "\\ud800", '"data":',
                "outbox.checkpoint", '"given_up":[[', "true", "1.0", '"tenant":', '"key":'),
         bytes_max=1500,

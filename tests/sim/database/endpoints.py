@@ -40,6 +40,7 @@ def add(db: Database, endpoint_id: UUID, settings: EndpointSettings) -> list[Row
         "total_timeout_s": settings.total_timeout_s,
         "in_flight_max": settings.in_flight_max,
         "rate_per_s": settings.rate_per_s,
+        "batch_max": settings.batch_max,
         "allow_networks": list(settings.allow_networks),
         "ca": settings.ca,
         "identity": None,

@@ -1,6 +1,7 @@
 """Known mistakes, by the part of the relay that they are made in."""
 
 from tests.sim.mutants import (
+    batches,
     cursor,
     lanes,
     limits,
@@ -15,6 +16,7 @@ from tests.sim.mutants.catalogue import MUTANTS
 
 __all__ = [
     "MUTANTS",
+    "batches",
     "cursor",
     "lanes",
     "limits",
