@@ -40,6 +40,8 @@ class Load:
     payload_bytes: int = 200
     scheme: str = "http"
     delay_s: float = 0.0
+    batch_max: int | None = None
+    """So many deliveries go in one request; the bare client sends as many bodies one by one."""
     transport: str = "wire"
     """What the relay sends with; see OUTBOX_TRANSPORT."""
     target: Target | None = None
@@ -52,6 +54,8 @@ LOADS = (
     Load("64 lanes, TLS", 64, 8_000, scheme="https"),
     Load("64 lanes, payloads of 4 KiB", 64, 8_000, payload_bytes=4096),
     Load("64 lanes, receiver takes 20 ms", 64, 8_000, delay_s=0.02),
+    Load("64 lanes, batches of 50", 64, 24_000, batch_max=50),
+    Load("1 lane, batches of 50", 1, 12_000, batch_max=50),
     Load("64 lanes, OUTBOX_TRANSPORT=aiohttp", 64, 8_000, transport="aiohttp"),
 )
 QUICK_SHARE = 0.2
@@ -104,7 +108,8 @@ async def relay(
     """
     async with stage.server.database() as database:
         async with search(database) as connection:
-            await add_endpoint(connection, stage.urls[load.scheme], lanes=load.lanes)
+            url, batch_max = stage.urls[load.scheme], load.batch_max
+            await add_endpoint(connection, url, lanes=load.lanes, batch_max=batch_max)
             filler = max(load.payload_bytes - FRAME_BYTES, 0)
             await connection.execute(BACKLOG, load.requests, filler)
         env = {} if prepare is None else await prepare(database)

@@ -242,9 +242,10 @@ async def add_endpoint(
     lanes: int = 1,
     name: str = "receiver",
     types: tuple[str, ...] = (),
+    batch_max: int | None = None,
 ) -> None:
     """An endpoint; without types it gets everything."""
-    settings = EndpointSettings(name=name, url=url, lanes=lanes, types=types)
+    settings = EndpointSettings(name=name, url=url, lanes=lanes, types=types, batch_max=batch_max)
     await endpoint_changes.add(connection, SCHEMA, settings, actor="bench")
 
 

@@ -50,6 +50,7 @@ and forgeries, copies, gaps and replays of them. Exit code 1: it fails some of t
 @click.option(
     "--checkpoints", is_flag=True, help="It wants checkpoints: there are cases about them, too."
 )
+@click.option("--batches", is_flag=True, help="It wants batches: there are cases about them, too.")
 @click.option("--vectors", is_flag=True, help="Print the cases as JSON, with fixed times.")
 @click.option("--config", metavar="FILE", help="Settings; default: ./outbox.toml.")
 @json_option
@@ -58,6 +59,7 @@ def command(
     secret: str | None,
     processed: str | None,
     checkpoints: bool,
+    batches: bool,
     vectors: bool,
     config: str | None,
     as_json: bool,
@@ -70,7 +72,7 @@ def command(
     from outbox.testing.sender import SECRET
 
     if vectors:
-        _print_vectors(secret or SECRET, checkpoints)
+        _print_vectors(secret or SECRET, checkpoints, batches)
         return
     if url is None:
         raise UsageError("URL: say where the receiver listens, or --vectors")
@@ -82,7 +84,7 @@ def command(
         secret = settings.secret.get_secret_value()
     if secret is None:
         raise UsageError("--secret: say which one the receiver knows, or set OUTBOX_SECRET")
-    grades = run_async(_grade(url, secret, processed, checkpoints, as_json))
+    grades = run_async(_grade(url, secret, processed, checkpoints, batches, as_json))
     failed = sum(not grade.passed for grade in grades)
     if as_json:
         emit_json({"cases": len(grades), "failed": failed, "grades": grades})
@@ -97,13 +99,20 @@ def command(
 
 
 async def _grade(
-    url: str, secret: str, processed: str | None, checkpoints: bool, as_json: bool
+    url: str, secret: str, processed: str | None, checkpoints: bool, batches: bool, as_json: bool
 ) -> list[Grade]:
     from outbox.conform.cases import cases
     from outbox.conform.grading import grade
 
     endpoint_id = uuid.UUID(bytes=random_secrets.token_bytes(16), version=4)
-    told = cases(secret, endpoint_id, time.time, other_secret=OTHER_SECRET, checkpoints=checkpoints)
+    told = cases(
+        secret,
+        endpoint_id,
+        time.time,
+        other_secret=OTHER_SECRET,
+        checkpoints=checkpoints,
+        batches=batches,
+    )
 
     def show(done: Grade) -> None:
         if as_json:
@@ -117,7 +126,7 @@ async def _grade(
     return await grade(url, told, processed_url=processed, told=show)
 
 
-def _print_vectors(secret: str, checkpoints: bool) -> None:
+def _print_vectors(secret: str, checkpoints: bool, batches: bool) -> None:
     from outbox.conform.cases import cases, vectors
 
     told = cases(
@@ -126,6 +135,7 @@ def _print_vectors(secret: str, checkpoints: bool) -> None:
         lambda: VECTORS_AT,
         other_secret=OTHER_SECRET,
         checkpoints=checkpoints,
+        batches=batches,
     )
     # What is far too large is not worth printing.
     small = tuple(

@@ -19,7 +19,7 @@ import base64
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid5
 
 import orjson
@@ -28,7 +28,7 @@ from outbox.core.signature import ID_HEADER, SIGNATURE_HEADER, TIMESTAMP_HEADER,
 from outbox.testing.sender import FakeSender
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from uuid import UUID
 
     from outbox.receiver.requests import Request
@@ -117,6 +117,13 @@ class _Story:
             self.processed.append(event_id(request))
         return request
 
+    def together(self, *requests: Request, again: Sequence[Request] = ()) -> Request:
+        """A batch that has to be taken, in which some were processed before."""
+        batch = self.sender.batch(*requests)
+        self.step(batch, Verdict.TAKEN)
+        self.processed += [event_id(each) for each in requests if each not in again]
+        return batch
+
     def refused(self, request: Request) -> None:
         self.step(request, Verdict.REFUSED)
 
@@ -139,6 +146,7 @@ def cases(
     *,
     other_secret: str,
     checkpoints: bool = False,
+    batches: bool = False,
 ) -> tuple[Case, ...]:
     """All cases for a receiver that knows `secret`.
 
@@ -147,6 +155,7 @@ def cases(
         clock: epoch seconds.
         other_secret: one that it does not know.
         checkpoints: it wants them, so there are cases about them, too.
+        batches: the same of them.
 
     Raises:
         UsageError: a secret cannot be read.
@@ -157,6 +166,8 @@ def cases(
         tell(teller)
     if checkpoints:
         _checkpoints(teller)
+    if batches:
+        _batches(teller)
     return tuple(teller.cases)
 
 
@@ -292,6 +303,72 @@ def _checkpoints(teller: _Teller) -> None:
     story.step(_resigned(teller, story.sender.checkpoint(), NO_LANES), Verdict.REFUSED)
     story.taken(story.event(2))
     story.end()
+
+
+def _batches(teller: _Teller) -> None:
+    story = teller.story("a batch", "it takes one delivery at a time only")
+    story.together(*(story.event(n) for n in range(4)))
+    story.together(story.event(4))
+    story.taken(story.event(5))
+    story.end()
+
+    story = teller.story("a batch again", "an answer that was lost makes events happen twice")
+    batch = [story.event(n) for n in range(3)]
+    story.together(*batch)
+    story.together(*batch, again=batch)
+    story.taken(batch[1], again=True)
+    story.end()
+
+    story = teller.story("in other company", "what was sent before is dropped with what was not")
+    first, second = story.event(1), story.event(2)
+    story.taken(first)
+    story.together(first, second, again=[first])
+    third = story.event(3)
+    story.together(second, third, again=[second])
+    story.together(first, second, third, story.event(4), again=[first, second, third])
+    story.end()
+
+    story = teller.story("batches at once", "two copies at the same time are both processed")
+    batch = [story.event(n) for n in range(3)]
+    story.step(story.sender.batch(*batch), Verdict.EVENTUALLY, at_once=5)
+    story.processed += [event_id(each) for each in batch]
+    story.end()
+
+    story = teller.story("a batch with a type it does not know", "what follows it is lost")
+    first = story.event(0)
+    strange = story.sender.event("conform.never_heard_of.v2", 1, lane=story.lane)
+    story.together(first, strange, story.event(2))
+    story.end()
+
+    story = teller.story("a batch of 600 KiB", "it does not take what is sent together")
+    story.together(*(story.event("x" * 150_000) for _ in range(4)))
+    story.end()
+
+    def spoiled(name: str, why: str, spoil: Callable[[Request], Request]) -> None:
+        """It is refused as a whole, and the true one is taken."""
+        story = teller.story(name, why)
+        story.taken(story.event(0))
+        batch = [story.event(n) for n in range(1, 4)]
+        story.refused(spoil(story.sender.batch(*batch)))
+        story.together(*batch)
+        story.end()
+
+    def elements(change: Callable[[list[Any]], object]) -> Callable[[Request], Request]:
+        return lambda r: _resigned(teller, r, orjson.dumps(change(orjson.loads(r.body))))
+
+    everybody = "anybody can make events happen"
+    nonsense = "it believes what contradicts itself"
+    spoiled("a forged batch", everybody, lambda r: _signed(r, teller.other_secret))
+    spoiled("a changed batch", everybody, _changed_body)
+    spoiled("a batch without its last", nonsense, elements(lambda body: body[:-1]))
+    spoiled("a batch with a hole", nonsense, elements(lambda body: [body[0], body[2]]))
+    spoiled("a batch of nothing", nonsense, elements(lambda _: []))
+    spoiled("a batch of numbers", nonsense, elements(lambda _: [1, 2]))
+    spoiled(
+        "X-Last-Sequence is another one",
+        nonsense,
+        lambda r: _with_headers(r, {"X-Last-Sequence": "9"}),
+    )
 
 
 def _signatures(teller: _Teller) -> None:

@@ -12,6 +12,7 @@ import aiohttp
 import orjson
 
 from outbox.conform.cases import Verdict
+from outbox.core.batch import ACCEPTED_THROUGH, LAST_SEQUENCE, accepted_through
 from outbox.errors import CannotRun
 from outbox.receiver.verifying import pairs_of
 
@@ -156,7 +157,7 @@ class _Receiver:
                 allow_redirects=False,
             ) as response:
                 self.last_status = response.status
-                return response.status
+                return _of_batch(request, response) or response.status
         except TimeoutError:
             return "no answer in time"
         except (aiohttp.ClientError, OSError) as error:
@@ -173,6 +174,21 @@ class _Receiver:
         if not isinstance(told, list) or not all(isinstance(each, str) for each in told):
             raise CannotRun(f"{self._processed_url} is not a JSON array of event ids")
         return told
+
+
+def _of_batch(request: Request, response: aiohttp.ClientResponse) -> str | None:
+    """What is wrong with a success that takes a part only; None: it does not.
+
+    A receiver may take the first ones of a batch, but hardly of one so small.
+    """
+    last = dict(pairs_of(request.headers)).get(LAST_SEQUENCE)
+    if last is None or not 200 <= response.status < 300:
+        return None
+    first, headers = int(dict(pairs_of(request.headers))["X-Sequence"]), response.headers.items()
+    through = accepted_through(headers, first, int(last))
+    if through is None or through == int(last):
+        return None
+    return f"{response.status} with {ACCEPTED_THROUGH} {through} to a batch of {first} to {last}"
 
 
 def _judge(verdict: Verdict, answer: int | str) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -18,6 +19,8 @@ from outbox.core.signature import SignatureError
 from outbox.errors import CannotRun
 from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Message, Receiver, verify
 from outbox.receiver.adapters.aiohttp import handler
+from outbox.receiver.requests import Answer, Ended
+from outbox.receiver.verifying import pairs_of
 from outbox.testing.sender import SECRET
 from outbox.web.address import Address
 from outbox.web.serving import serving
@@ -25,11 +28,15 @@ from outbox.web.serving import serving
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from outbox.receiver.requests import Request
+
 OTHER = "whsec_" + "QSBzZWNyZXQgdGhhdCBub2JvZHkgaGFzLg=="
 
 
-def all_cases() -> tuple[Case, ...]:
-    return cases(SECRET, uuid.uuid4(), time.time, other_secret=OTHER, checkpoints=True)
+def all_cases(*, batches: bool = False) -> tuple[Case, ...]:
+    return cases(
+        SECRET, uuid.uuid4(), time.time, other_secret=OTHER, checkpoints=True, batches=batches
+    )
 
 
 @contextlib.asynccontextmanager
@@ -44,10 +51,13 @@ async def shop(answering: Any, processed: list[str]) -> AsyncIterator[str]:
         yield at.url.rstrip("/")
 
 
-async def grades_of(answering: Any, processed: list[str]) -> dict[str, str | None]:
+async def grades_of(
+    answering: Any, processed: list[str], *, batches: bool = False
+) -> dict[str, str | None]:
+    told = all_cases(batches=batches)
     async with shop(answering, processed) as url:
         grades = await grading.grade(
-            f"{url}/hooks", all_cases(), processed_url=f"{url}/processed", timeout_s=5
+            f"{url}/hooks", told, processed_url=f"{url}/processed", timeout_s=5
         )
     return {grade.case: grade.failure for grade in grades}
 
@@ -65,8 +75,49 @@ async def test_receivers_of_ours_conform(gaps: Gaps) -> None:
     def take(message: Message, _: Any) -> None:
         processed.append(message.event_id)
 
-    failed = {k: v for k, v in (await grades_of(handler(receiver), processed)).items() if v}
-    assert failed == {}
+    grades = await grades_of(handler(receiver), processed, batches=True)
+    assert "in other company" in grades
+    assert {k: v for k, v in grades.items() if v} == {}
+
+
+async def test_who_drops_batches_by_the_id_of_the_first_is_found_and_who_takes_parts() -> None:
+    processed: list[str] = []
+    receiver = AsyncReceiver(SECRET, MemoryDatabase())
+
+    @receiver.on("**")
+    def take(message: Message, _: Any) -> None:
+        processed.append(message.event_id)
+
+    seen: set[str] = set()
+
+    async def careless(request: Request) -> Answer:
+        """Copies of what it has had are dropped; of a batch, by its first delivery."""
+        body = orjson.loads(request.body) if request.body[:1] in b"{[" else None
+        first = body[0] if isinstance(body, list) and body else None
+        if isinstance(first, dict) and "id" in first:
+            if first["id"] in seen:
+                return Answer(Ended.DUPLICATE, 200, "seen")
+            answer = await handle(request)
+            if answer.status == 200:
+                seen.add(first["id"])
+            return answer
+        return await handle(request)
+
+    handle = receiver.handle
+    receiver.handle = careless  # type: ignore[method-assign]
+    failed = {
+        k for k, v in (await grades_of(handler(receiver), processed, batches=True)).items() if v
+    }
+    assert "in other company" in failed
+
+    async def partly(request: Request) -> Answer:
+        answer = await handle(request)
+        first = dict(pairs_of(request.headers)).get("X-Sequence", "1")
+        return replace(answer, headers=(("X-Accepted-Through", first),))
+
+    receiver.handle = partly  # type: ignore[method-assign]
+    grades = await grades_of(handler(receiver), processed, batches=True)
+    assert "X-Accepted-Through 1 to a batch of 1 to 4" in (grades["a batch"] or "")
 
 
 class Careless:
