@@ -1,7 +1,7 @@
-"""The bare aiohttp client: the same POSTs as the relay's, and nothing around them.
+"""A bare client: the same POSTs as the relay's, and nothing around them.
 
-Either as many as it can with some at a time, or so many each second, of which
-it then tells how long each took.
+With aiohttp, or with the transport that the relay sends with.  Either as many as it can
+with some at a time, or so many each second, of which it then tells how long each took.
 """
 
 from __future__ import annotations
@@ -10,14 +10,27 @@ import argparse
 import asyncio
 import sys
 import time
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
+from ipaddress import ip_network
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 import aiohttp
 
 from benchmarks.receiver import new_event_loop, say
+from outbox.core.headers import lines_of
 from outbox.core.identity import lane_name
 from outbox.core.request import Delivery, build
+from outbox.transport.egress import EgressPolicy
+from outbox.transport.outbound import Outbound
+from outbox.transport.port import Request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from typing import TypeAlias
+
+    Post: TypeAlias = Callable[[], Awaitable[None]]
 
 
 def sample(payload_bytes: int) -> tuple[dict[str, str], bytes]:
@@ -45,18 +58,47 @@ def sample(payload_bytes: int) -> tuple[dict[str, str], bytes]:
     return dict(headers), body
 
 
+@asynccontextmanager
+async def aiohttp_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
+    """Like the relay's: no limit of its own, no cookies."""
+    headers, body = sample(payload_bytes)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(
+        connector=connector, cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
+
+        async def post() -> None:
+            async with session.post(url, data=body, headers=headers) as answer:
+                await answer.read()
+
+        yield post
+
+
+@asynccontextmanager
+async def wire_post(url: str, payload_bytes: int) -> AsyncIterator[Post]:
+    """The relay's own transport."""
+    headers, body = sample(payload_bytes)
+    request = Request(url, lines_of(tuple(headers.items())), body)
+    transport = Outbound(EgressPolicy((ip_network("127.0.0.0/8"),)))
+    async with aclosing(transport):
+
+        async def post() -> None:
+            answer = await transport.send(request)
+            if answer.status is None:
+                raise RuntimeError(f"{answer.failure}: {answer.detail}")
+
+        yield post
+
+
+POSTS = {"aiohttp": aiohttp_post, "wire": wire_post}
+
+
 class Client:
     """POSTs one body again and again."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, payload_bytes: int) -> None:
-        self._session = session
-        self._url = url
-        self._headers, self._body = sample(payload_bytes)
+    def __init__(self, post: Post) -> None:
+        self.post = post
         self._left = 0
-
-    async def post(self) -> None:
-        async with self._session.post(self._url, data=self._body, headers=self._headers) as answer:
-            await answer.read()
 
     async def flat_out(self, requests: int, concurrency: int) -> None:
         self._left = requests
@@ -90,12 +132,8 @@ class Client:
 
 
 async def run(given: argparse.Namespace) -> None:
-    # Like the relay's: no limit of its own, no cookies.
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(
-        connector=connector, cookie_jar=aiohttp.DummyCookieJar()
-    ) as session:
-        client = Client(session, given.url, given.payload_bytes)
+    async with POSTS[given.transport](given.url, given.payload_bytes) as post:
+        client = Client(post)
         if given.per_s:
             say({"took_s": await client.paced(given.requests, given.per_s)})
         else:
@@ -109,6 +147,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1)
     parser.add_argument("--per-s", type=float, help="Paced; else as fast as it goes.")
     parser.add_argument("--payload-bytes", type=int, default=200)
+    parser.add_argument("--transport", choices=POSTS, default="aiohttp")
     parser.add_argument("--quick-loop", action="store_true", help="uvloop, if it is there.")
     given = parser.parse_args()
     with asyncio.Runner(loop_factory=new_event_loop if given.quick_loop else None) as runner:
