@@ -301,6 +301,16 @@ def receipt(answer: Answer) -> dict[str, Any] | None:
     return {"version": SUMMARY_VERSION, **content} if content else None
 
 
+def of_several(answer: Answer) -> Answer:
+    """What may be kept of an answer to several deliveries: not its words.
+
+    Those may repeat what any of them said.  When the event of one is erased, only what is
+    kept of that one is looked at.
+    """
+    headers = tuple(pair for pair in answer.headers if pair[0].lower() in _TRACE_HEADERS)
+    return answer._replace(headers=headers, body=b"")
+
+
 def _content(answer: Answer, wanted: frozenset[str], body_chars_max: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
     headers = {

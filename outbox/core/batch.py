@@ -25,6 +25,9 @@ about, and giving up, or counting attempts of, the wrong one would lose it.  So 
 batch costs none of them anything: the first that was not accepted is sent alone, and what
 is said to that is about it.  Then batches grow again, each twice as long as the one before,
 which is also how a receiver that is back gets its backlog.
+
+For the same reason of an answer to several only what finds the request is kept, not its
+body: that may repeat any of them, also one that is erased later.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
-from outbox.core.answer import Verdict, receipt, summary
+from outbox.core.answer import Verdict, of_several, receipt, summary
 from outbox.core.batch import BATCH_BYTES_MAX, BatchSize, element_bytes
 from outbox.core.head import Head
 from outbox.core.request import Delivery
@@ -382,6 +382,7 @@ class Lane:
                 accepted will be, alone, if it is to blame.
             u: uniform in [0, 1), for the jitter.
         """
+        answer = of_several(answer)
         told = receipt(answer)
         records: list[Record] = []
         for each in batch:

@@ -14,7 +14,8 @@ import pytest
 from outbox.core.answer import Answer
 from outbox.core.signature import parse_secret
 from outbox.receiver.development import DevelopmentReceiver, Fault
-from outbox.store import endpoint_changes
+from outbox.store import endpoint_changes, erase
+from outbox.store.erase import Whose
 from outbox.transport.egress import EgressPolicy
 from outbox.transport.outbound import Outbound
 from tests.support.relay import (
@@ -190,3 +191,30 @@ async def test_a_receiver_that_fails_in_the_middle_gets_everything_once_and_in_o
     assert totals.duplicates > 0
     assert totals.failed > 0
     assert await exceptions(database) == {}
+
+
+async def test_what_a_receiver_said_of_several_holds_nothing_of_an_erased_one(
+    database: Database,
+) -> None:
+    """It may repeat any of them, and each of them keeps it."""
+    await add_endpoint(database, batch_max=10, all_tenants=True)
+
+    def repeats(sent: Sent) -> Answer:
+        status = 500 if sent.attempt == 1 else 200
+        return Answer.of(status, 0.001, body=str(numbers(sent)).encode())
+
+    network = Network(repeats)
+    async with database.at_hand() as connection, connection.transaction():
+        for n, tenant in enumerate(("other", "acme", "other")):
+            await connection.execute(
+                "INSERT INTO outbox (type, tenant, payload) VALUES ('a.b', $1, $2)",
+                tenant, f'"{tenant}-secret-{n}"',
+            )  # fmt: skip
+    async with running(database, network):
+        await all_ended(database)
+    assert max(len(sent.body) for sent in network.sent) == 3
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        await erase.erase(connection, "relay", Whose(tenant="acme"), actor="test")
+        for table in ("attempt", "lane_progress", "dead_letter", "endpoint_health"):
+            kept = await connection.fetch(f"SELECT t::text FROM {table} t")
+            assert "acme-secret" not in str(kept), table
