@@ -246,7 +246,8 @@ class DevelopmentReceiver:
         if stop is not None:
             self._count(stop)
         accepted = {}
-        if takes < len(messages) > 1:
+        # Of one that is alone it says so, too, or 2xx would acknowledge it.
+        if takes < len(messages) and (stop is None or len(messages) > 1):
             accepted[ACCEPTED_THROUGH] = str(messages[0].sequence + takes - 1)
         if stop is not None and stop.fault is None:
             return web.Response(

@@ -44,7 +44,7 @@ class Passed:
     def taken(self, messages: Sequence[Message]) -> int:
         """How many deliveries it took of those that it was sent."""
         first, last = messages[0].sequence, messages[-1].sequence
-        through = accepted_through(self.headers, first, last) if first != last else None
+        through = accepted_through(self.headers, first, last)
         if through is not None:
             return min(through, last - (not self.is_success)) - first + 1
         return len(messages) if self.is_success else 0

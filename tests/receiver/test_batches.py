@@ -27,7 +27,7 @@ from outbox.receiver import (
     verify,
 )
 from outbox.receiver.development import DevelopmentReceiver, Fault, Handled, Outcome
-from outbox.receiver.forwarding import forwarding
+from outbox.receiver.forwarding import Passed, forwarding
 from outbox.receiver.requests import Ended
 from outbox.testing import FakeSender
 from tests.receiver.deliveries import SECRET, delivery
@@ -277,3 +277,13 @@ async def test_what_is_accepted_behind_is_accepted() -> None:
             assert await post(url, batch(1, 2, 3, 4)) == (422, "2")
             assert await post(url, batch(3, 4)) == (422, "2")
     assert behind.totals().accepted == before.totals().accepted == 2
+
+
+async def test_what_is_not_accepted_behind_is_not_accepted_though_it_is_alone() -> None:
+    async def forward(*_: Any) -> Passed:
+        return Passed(200, (("X-Accepted-Through", "2"),))
+
+    before = DevelopmentReceiver([SECRET], forward=forward)
+    async with before.serve() as url:
+        assert await post(url, batch(3)) == (200, "2")
+    assert before.totals().accepted == 0
