@@ -404,7 +404,8 @@ class Lane:
         self._batch_size.failed(batch[-1].seq)
         first, head = batch[len(records)], self._head
         head.attempts += 1
-        head.answered(summary(answer), started_at)
+        # Its time begins with the attempt that is its own.
+        head.last_answer = summary(answer)
         # Alone it is to be asked about at once, unless the receiver is in trouble.
         wait_s = 0.0 if verdict is Verdict.REFUSED else policy.delay_s(1, u)
         head.put_off(now + wait_s)

@@ -165,7 +165,7 @@ class Disk:
         expect((p.success_at is None) == (last == 0), "when did it last succeed?", p)
         if p.head_seq is not None:
             expect(p.attempts == self.failed[p.head_seq], "attempts are not what is logged", p)
-            if p.head_seq == was.head_seq:
+            if p.head_seq == was.head_seq and was.first_attempt_at is not None:
                 expect(p.first_attempt_at == was.first_attempt_at, "a budget begins anew", p)
 
 

@@ -21,6 +21,7 @@ from outbox.core.headers import pairs
 from outbox.core.lane import Lane
 from outbox.core.request import body_of, prepare
 from outbox.core.steps import Fetch, Gone, Progress, Send
+from tests.core.lane_promises import POLICY
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
 
 NOW = EPOCH_S
@@ -205,3 +206,23 @@ def test_batches_grow_again_after_a_failure_and_shrink_to_what_is_accepted() -> 
     assert grown == [1, 2, 4, 8]
     size.accepted(70, 5, of=16)
     assert (size.now, size.sent_through_seq) == (5, 70)
+
+
+def test_the_time_of_a_delivery_begins_when_it_fails_alone() -> None:
+    """Not with a failure that may have been another's."""
+    lane = lane_of(delivery(1), delivery(2))
+    assert sent(lane) == [1, 2]
+    failed = Answer.failed(Failure.TIMEOUT, "", 1.0)
+    batch = (delivery(1), delivery(2))
+    (record,) = lane.batch_answered(
+        batch, 0, Verdict.RETRY, failed, POLICY, started_at=NOW, now=NOW, u=0.5
+    )
+    assert record.progress is not None
+    assert (record.progress.spent, record.progress.first_attempt_at) == (0, None)
+    lane.recorded(record)
+    later = NOW + POLICY.age_max_s
+    assert isinstance(lane.next(later), Send)
+    record = lane.answered(Verdict.RETRY, failed, POLICY, started_at=later, now=later, u=0.5)
+    assert record.dead is None
+    assert record.progress is not None
+    assert (record.progress.spent, record.progress.first_attempt_at) == (1, later)
