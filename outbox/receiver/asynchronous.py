@@ -16,6 +16,7 @@ from outbox.receiver.common import (
     Apart,
     Common,
     Early,
+    go_together,
 )
 from outbox.receiver.databases import async_transactions
 from outbox.receiver.fetching import CannotFetch, Source
@@ -143,7 +144,7 @@ class AsyncReceiver(Common):
 
     async def _take_all(self, messages: Sequence[Message]) -> Answer:
         """Take them in one transaction; if that does not go, each by itself."""
-        together = await self._process_together(messages) if len(messages) > 1 else None
+        together = await self._process_together(messages) if go_together(messages) else None
         if together is not None:
             for message in messages:
                 self._waiting.received(message.lane, message.sequence)

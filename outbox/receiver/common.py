@@ -10,7 +10,7 @@ Whatever fails before the commit leaves nothing behind, and the sender tries aga
 
 Those of a batch are taken in one transaction.  When one of them fails, all of it is undone,
 and each is taken in a transaction of its own, up to the one that fails; the answer says how
-far that came.
+far that came.  So is each when one of them stands for a number of another lane.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from outbox.receiver.fetching import Source
     from outbox.receiver.inbox.taking import Compared
+    from outbox.receiver.message import Message
 
     Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -46,6 +47,16 @@ NOT_YET = "what was acknowledged a moment ago cannot be fetched yet"
 
 class Early(Exception):
     """Rolls back: what should come before is not here yet."""
+
+
+def go_together(messages: Sequence[Message]) -> bool:
+    """Whether one transaction may take all of them.
+
+    Not with a replay from another lane: that lane is locked, too, and in the same order by
+    everybody only if nothing is locked before.
+    """
+    of_other_lanes = (m for m in messages if m.replay_of and m.replay_of[0] != m.lane)
+    return len(messages) > 1 and next(of_other_lanes, None) is None
 
 
 class Apart(Exception):

@@ -17,6 +17,7 @@ from outbox.receiver.common import (
     Apart,
     Common,
     Early,
+    go_together,
 )
 from outbox.receiver.databases import transactions
 from outbox.receiver.fetching import CannotFetch, Source
@@ -183,7 +184,7 @@ class Receiver(Common):
 
     def _take_all(self, messages: Sequence[Message]) -> Answer:
         """Take them in one transaction; if that does not go, each by itself."""
-        together = self._process_together(messages) if len(messages) > 1 else None
+        together = self._process_together(messages) if go_together(messages) else None
         if together is not None:
             return self._rules.all_taken(messages, together)
         taken: list[Taken] = []

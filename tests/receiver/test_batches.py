@@ -196,6 +196,30 @@ async def test_a_batch_waits_for_what_is_before_it(pool: asyncpg.Pool) -> None:
     assert shop.called == [1, 2, 3, 4]
 
 
+async def test_batches_with_replays_of_each_others_lanes_do_not_wait_for_each_other() -> None:
+    receiver = AsyncReceiver(TEXT, MemoryDatabase())
+    both = asyncio.Barrier(2)
+
+    @receiver.on("**")
+    async def paid(message: Message, _: Any) -> None:
+        if message.sequence == 1:
+            # Whatever a request holds by now, it holds while the other one goes on.
+            async with asyncio.timeout(5):
+                await both.wait()
+
+    def crossed(own: str, other: str, place: int) -> Request:
+        first = delivery(1 + place, lane=own)._replace(seq=1)
+        replay = delivery(11 + place, lane=own)._replace(seq=2, replay_of=(other, 9))
+        return sent(prepare_batch([first, replay], 0))
+
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(receiver.handle(crossed(*names, place)))
+            for place, names in enumerate((("a-1-0", "a-1-1"), ("a-1-1", "a-1-0")))
+        ]
+    assert [task.result().status for task in tasks] == [200, 200]
+
+
 def test_in_threads_it_is_the_same() -> None:
     done: list[int] = []
     fails: set[int] = {3}
