@@ -94,11 +94,13 @@ class Observer:
         for delivery, record in zip(send.batch, records, strict=False):
             row = record.attempt
             assert row is not None
-            self.meters.attempted(lane.home.meters, row, answer)
             if row.outcome == "delivered":
                 origin = None if tracing is None else tracing.origin(delivery)
                 self._delivered(lane, delivery, row, origin)
-        if tracing is not None and span is not None and row is not None:
+        # It was one request, and what came of it is what came of the last of them.
+        assert row is not None
+        self.meters.attempted(lane.home.meters, row, answer)
+        if tracing is not None and span is not None:
             tracing.answered(span, row, answer)
 
     def _delivered(

@@ -16,6 +16,7 @@ from outbox.core.signature import parse_secret
 from outbox.receiver.development import DevelopmentReceiver, Fault
 from outbox.store import endpoint_changes, erase
 from outbox.store.erase import Whose
+from outbox.telemetry import catalogue
 from outbox.transport.egress import EgressPolicy
 from outbox.transport.outbound import Outbound
 from tests.support.relay import (
@@ -218,3 +219,18 @@ async def test_what_a_receiver_said_of_several_holds_nothing_of_an_erased_one(
         for table in ("attempt", "lane_progress", "dead_letter", "endpoint_health"):
             kept = await connection.fetch(f"SELECT t::text FROM {table} t")
             assert "acme-secret" not in str(kept), table
+
+
+async def test_requests_are_counted_once_however_much_goes_together(database: Database) -> None:
+    """Or failures are lost among them: an alert goes by their share."""
+    await add_endpoint(database, batch_max=10)
+    network = Network(lambda sent: BUSY if 5 in numbers(sent) and sent.attempt == 1 else OK)
+    await publish_in_one(database, *range(25))
+    async with running(database, network) as worker:
+        await all_ended(database)
+        series = (await worker.snapshot(0.0)).series
+    made: Any = series[catalogue.ATTEMPTS_MADE]
+    assert sum(made.values()) == len(network.sent)
+    assert made["shop", "retry", "5xx"] == len(network.sent) - len(network.accepted)
+    ended: Any = series[catalogue.DELIVERIES]
+    assert ended["shop", "delivered"] == 25
