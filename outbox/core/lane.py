@@ -423,14 +423,18 @@ class Lane:
         records.append(self._failed(first, row))
         return records
 
-    def still(self, send: Send, now: float) -> bool:
-        """Whether a Send that waited for its turn is what there is to do."""
+    def still(self, send: Send, now: float) -> Send | None:
+        """What there is to do of a Send that waited for its turn; None: nothing.
+
+        A batch goes up to the first that expired meanwhile, or the turn would be lost, and
+        the next one again: of many there is always one.
+        """
         if self._stopped or self._outdated or self._cut is not None:
-            return False
-        return all(
-            each.expires_at is None or each.expires_at.timestamp() > now
-            for each in send.batch or (send.delivery,)
-        )
+            return None
+        if _is_expired(send.delivery, now):
+            return None
+        count = next((n for n, d in enumerate(send.batch) if _is_expired(d, now)), None)
+        return send if count is None else send._replace(batch=send.batch[:count], lane_ends=False)
 
     def unsent(self) -> None:
         """A Send was not carried out; it comes again when it may."""
@@ -502,8 +506,7 @@ class Lane:
             if isinstance(each, Gone):
                 break
             room_bytes -= element_bytes(each)
-            is_expired = each.expires_at is not None and each.expires_at.timestamp() <= now
-            if together and (is_expired or room_bytes < 0):
+            if together and (_is_expired(each, now) or room_bytes < 0):
                 break
             together.append(each)
         return tuple(together)
@@ -594,6 +597,10 @@ class Lane:
         self._busy = _Busy.RECORDING
         progress = Progress(seq, self._delivered, self._floor_batch, success_at=self._success_at)
         return Record(self.id, seq, row, progress, dead, blocks)
+
+
+def _is_expired(delivery: Delivery, now: float) -> bool:
+    return delivery.expires_at is not None and delivery.expires_at.timestamp() <= now
 
 
 _OUTCOMES: dict[Verdict, Literal["delivered", "retry", "refused"]] = {

@@ -371,17 +371,20 @@ class Dispatcher:
         try:
             if self._lease_left_s() <= 0:
                 raise Fenced
-            if not at_once and (
-                not begun
-                or home.stopped
-                or home.health.state is not state
-                or home.health.silent(started_at)
-                or not machine.still(send, started_at)
-            ):
-                # It would not be sent by now.
-                home.health.unsent(lane.loaded.id)
-                machine.unsent()
-                return
+            if not at_once:
+                is_sent = (
+                    begun
+                    and not home.stopped
+                    and home.health.state is state
+                    and not home.health.silent(started_at)
+                )
+                left = machine.still(send, started_at) if is_sent else None
+                if left is None:
+                    # It would not be sent by now.
+                    home.health.unsent(lane.loaded.id)
+                    machine.unsent()
+                    return
+                send = left
             # As of now: whoever changes the headers meanwhile changes what is sent next.
             credentials = home.endpoint.credentials
             request, span = self._observer.begins(

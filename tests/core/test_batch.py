@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from uuid import UUID
 
 import orjson
@@ -226,3 +227,18 @@ def test_the_time_of_a_delivery_begins_when_it_fails_alone() -> None:
     assert record.dead is None
     assert record.progress is not None
     assert (record.progress.spent, record.progress.first_attempt_at) == (1, later)
+
+
+def test_what_expires_while_a_batch_waits_for_its_turn_does_not_cost_it_the_turn() -> None:
+    soon = datetime.fromtimestamp(NOW + 5, UTC)
+    lane = lane_of(delivery(1), delivery(2, expires_at=soon), delivery(3))
+    lane.end()
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    assert (len(send.batch), send.lane_ends) == (3, True)
+    assert lane.still(send, NOW + 1) == send
+    left = lane.still(send, NOW + 5)
+    assert left == send._replace(batch=send.batch[:1], lane_ends=False)
+    assert lane.still(send._replace(delivery=send.batch[1], batch=send.batch[1:]), NOW + 5) is None
+    lane.cut(1, "backlog")
+    assert lane.still(send, NOW + 1) is None
