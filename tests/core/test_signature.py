@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import hmac
 from datetime import UTC, datetime
 
 import pytest
@@ -61,6 +62,14 @@ def test_what_is_signed_verifies_and_says_what_it_vouches_for(
         "webhook-signature": sign(secret, message_id, NOW, body),
     }
     assert verify(signed, body, [secret], NOW) == Signed(message_id, NOW)
+
+
+@given(st.binary(max_size=130), st.binary(max_size=200))
+def test_a_secret_of_any_length_signs_as_the_standard_library_does(
+    secret: bytes, body: bytes
+) -> None:
+    expected = hmac.digest(secret, f"{ID}.{NOW}.".encode() + body, "sha256")
+    assert sign(secret, ID, NOW, body) == f"v1,{base64.b64encode(expected).decode()}"
 
 
 @given(secrets, st.text(st.characters(exclude_categories=("Cs",)), max_size=100))
