@@ -77,8 +77,11 @@ TIMERS_SPARE = 64
 """Timers that nobody waits for any more are put away when there are so many, and most are."""
 
 
-_PARTS = (Part.QUICK, Part.NEW, Part.SLOW)
-_AFTER = (Part.NEW, Part.SLOW, Part.QUICK)
+# By name: Python 3.11 takes far longer to find the members of an enumeration.
+_QUICK, _NEW, _SLOW, _MOVED = Part
+
+_PARTS = (_QUICK, _NEW, _SLOW)
+_AFTER = (_NEW, _SLOW, _QUICK)
 
 
 _ROOM = (Why.QUICK, Why.NEW, Why.SLOW)
@@ -107,6 +110,7 @@ class Turns:
         self.long_max = in_flight_max - self.quick_max
         self._tenant_in_flight_max = tenant_in_flight_max
         self._tenant_rate_per_s = tenant_rate_per_s
+        self._limits_tenants = tenant_in_flight_max is not None or tenant_rate_per_s is not None
         self._tenants: dict[str, Tenant] = {}
         self._nobody = Tenant(None, None)
         # The tenants of which somebody waits for room, by part.
@@ -117,10 +121,11 @@ class Turns:
         # By tenant, or by endpoint if it has none.
         self._slow = Holders[Tenant | Line, Turn]()
         self._moved = Holders[Tenant | Line, Turn]()
-        self._called_off: list[Turn] = []
+        self.called_off: list[Turn] = []
+        """Whose requests are to be ended; they are open until then."""
         self.waiting = 0
         # Whose turn it is when there is room for one alone.
-        self._next = Part.QUICK
+        self._next = _QUICK
         # When something can be had that waits for a time.
         self._timers: list[tuple[float, int, Line | Tenant]] = []
         # Those who wait for one.
@@ -193,14 +198,17 @@ class Turns:
         Returns:
             The turns that begin with that: this one and maybe others, or none.
         """
-        line = turn.line
-        tenant = line.tenant
         if not self.waiting:
             self._age(now)
+            if self._is_plain(turn, now):
+                self._begin(turn, _QUICK, now)
+                return [turn]
+        line = turn.line
+        tenant = line.tenant
         # Nobody passes those of its endpoint, nor those that a second's limit of its tenant
         # keeps waiting, although the time for that may have come just now.
         if not line.waiting and tenant.wake_at is None:
-            part = Part.SLOW if turn.cut >= CUT_MAX else self._part(line, now)
+            part = _SLOW if turn.cut >= CUT_MAX else self._part(line, now)
             if self._held(line, now) is None and self._has_room(line, part):
                 self._begin(turn, part, now)
                 if not tenant.waiting:
@@ -228,7 +236,7 @@ class Turns:
             self._leave_part(turn)
         if answered:
             turn.cut = 0
-        elif turn.called_off and turn.part is Part.MOVED:
+        elif turn.called_off and turn.part is _MOVED:
             turn.cut += 1
         turn.open = False
         line.open -= 1
@@ -277,10 +285,8 @@ class Turns:
         return begun
 
     def take_called_off(self) -> list[Turn]:
-        """Whose requests are to be ended, since this was last asked; they are open until then."""
-        if not self._called_off:
-            return []
-        called_off, self._called_off = self._called_off, []
+        """Whose requests are to be ended, since this was last asked."""
+        called_off, self.called_off = self.called_off, []
         return called_off
 
     def wake_at(self) -> float | None:
@@ -307,6 +313,26 @@ class Turns:
 
     # ----------------------------------------------------------- what is open
 
+    def _is_plain(self, turn: Turn, now: float) -> bool:
+        """Whether it may begin as a quick one, where nobody waits and nothing is limited.
+
+        That is how most of them begin: what `ask` says of all others, in fewer steps.
+        """
+        line = turn.line
+        tenant = line.tenant
+        if (
+            not line.proven
+            or line.open != line.quick
+            or now + RESOLUTION_S < line.slow_until
+            or turn.cut >= CUT_MAX
+            or line.rate is not None
+            or line.in_flight_max is not None
+            or (tenant.bounded and self._limits_tenants)
+        ):
+            return False
+        has = tenant.quick if tenant.bounded else line.quick
+        return has < self.quick_max - self.quick and has < self.in_flight_max - self.open
+
     def _begin(self, turn: Turn, part: Part, now: float) -> None:
         line = turn.line
         tenant = line.tenant
@@ -317,7 +343,7 @@ class Turns:
         line.open += 1
         tenant.open += 1
         self.open += 1
-        if part is Part.SLOW:
+        if part is _SLOW:
             line.slow += 1
             tenant.slow += 1
             self.slow += 1
@@ -328,7 +354,7 @@ class Turns:
             tenant.quick += 1
             self.quick += 1
             self._young[turn] = None
-            if part is Part.NEW:
+            if part is _NEW:
                 line.new += 1
                 tenant.new += 1
                 self.new += 1
@@ -338,12 +364,12 @@ class Turns:
             tenant.rate.take(now)
 
     def _leave_part(self, turn: Turn) -> None:
-        line = turn.line
-        tenant = line.tenant
-        if turn.part is Part.MOVED:
+        line, part = turn.line, turn.part
+        if part is _MOVED:
             self._moved.remove(holder_of(line), turn)
             return
-        if turn.part is Part.SLOW:
+        tenant = line.tenant
+        if part is _SLOW:
             line.slow -= 1
             tenant.slow -= 1
             self.slow -= 1
@@ -353,7 +379,7 @@ class Turns:
         tenant.quick -= 1
         self.quick -= 1
         del self._young[turn]
-        if turn.part is Part.NEW:
+        if part is _NEW:
             line.new -= 1
             tenant.new -= 1
             self.new -= 1
@@ -366,7 +392,7 @@ class Turns:
                 return
             line = turn.line
             self._leave_part(turn)
-            turn.part = Part.MOVED
+            turn.part = _MOVED
             self._moved.add(holder_of(line), turn)
             self._was_slow(line, now, 0.0)
             if line.tenant.waiting:
@@ -380,7 +406,7 @@ class Turns:
 
     def _outstaying(self) -> Turn | None:
         """The slow request whose place somebody else has waited for, if it is open for too long."""
-        found, most = self._foremost(Part.SLOW), self._slow.most()
+        found, most = self._foremost(_SLOW), self._slow.most()
         if found is None or most is None:
             return None
         has, _ = found
@@ -391,7 +417,7 @@ class Turns:
     def _call_off(self, turn: Turn, now: float) -> None:
         self._leave_part(turn)
         turn.called_off = True
-        self._called_off.append(turn)
+        self.called_off.append(turn)
         if turn.line.tenant.waiting:
             self._place(turn.line, now)
 
@@ -404,8 +430,8 @@ class Turns:
     @staticmethod
     def _part(line: Line, now: float) -> Part:
         if line.open > line.quick or line.patient or now + RESOLUTION_S < line.slow_until:
-            return Part.SLOW
-        return Part.QUICK if line.proven else Part.NEW
+            return _SLOW
+        return _QUICK if line.proven else _NEW
 
     # ------------------------------------------------------------------ room
 
@@ -429,11 +455,11 @@ class Turns:
 
     def _room(self, part: Part) -> int:
         """Who has so many of the part, or more, has to wait."""
-        if part is Part.SLOW:
+        if part is _SLOW:
             room = self.slow_max - self.slow
         else:
             room = self.quick_max - self.quick
-            if part is Part.NEW:
+            if part is _NEW:
                 room = min(room, self.new_max - self.new)
         # Less is free as long as what was called off has not ended.
         return min(room, self.in_flight_max - self.open)
@@ -560,6 +586,6 @@ class Turns:
 def _has(who: Tenant | Line, part: Part) -> int:
     """How much of a part somebody has.  What it has of the quick one does not count among the
     new ones: who is always busy there would never get a new endpoint to begin."""
-    if part is Part.QUICK:
+    if part is _QUICK:
         return who.quick
-    return who.new if part is Part.NEW else who.slow
+    return who.new if part is _NEW else who.slow

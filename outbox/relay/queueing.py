@@ -34,7 +34,8 @@ class Queueing:
     def begin(self, turn: Turn) -> bool:
         """Begin a request if it may be; otherwise it is to `wait`."""
         begun = self.turns.ask(turn, self._loop.time())
-        self.tell(begun[1:])
+        if len(begun) > 1 or self._is_news:
+            self.tell(begun[1:])
         return bool(begun)
 
     async def wait(self, turn: Turn) -> bool:
@@ -65,8 +66,7 @@ class Queueing:
         task = asyncio.current_task(self._loop)
         assert task is not None
         # Not `asyncio.timeout`, whose timer costs more than the rest of a turn.
-        cancelling, clock = task.cancelling(), self._loop.time
-        began_at = clock()
+        cancelling = task.cancelling()
         self._sending[turn] = task
         try:
             return await sending
@@ -75,7 +75,9 @@ class Queueing:
             if not turn.called_off or task.uncancel() > cancelling:
                 raise
             head = next((each for each in cut.args if isinstance(each, Answer)), None)
-            return head or Answer.failed(Failure.TIMEOUT, CALLED_OFF, clock() - began_at)
+            return head or Answer.failed(
+                Failure.TIMEOUT, CALLED_OFF, self._loop.time() - turn.began_at
+            )
         finally:
             del self._sending[turn]
 
@@ -90,7 +92,14 @@ class Queueing:
         Args:
             answered: there was an answer, so that what it took says something of its endpoint.
         """
-        self.tell(self.turns.end(turn, self._loop.time(), answered=answered))
+        begun = self.turns.end(turn, self._loop.time(), answered=answered)
+        if begun or self._is_news:
+            self.tell(begun)
+
+    @property
+    def _is_news(self) -> bool:
+        """Whether somebody waits, or is called off."""
+        return bool(self._waiting or self.turns.called_off)
 
     def change(self, line: Line, endpoint: Endpoint) -> None:
         """An endpoint's settings are these from now on."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.core.lines import Part, Turn, Why
 from outbox.core.rate import RESOLUTION_S, SLACK_S, Rate
-from outbox.core.turns import HOLD_S, SLOW_MIN_S, SLOW_S, TIMERS_SPARE, Turns
+from outbox.core.turns import CUT_MAX, HOLD_S, SLOW_MIN_S, SLOW_S, TIMERS_SPARE, Turns
 from tests.core.turns_model import Endpoint, Town
 
 PLACES = 64
@@ -139,6 +139,93 @@ def test_limits_hold_room_is_used_and_everybody_is_served(
         its = (tenant.open, tenant.quick, tenant.new, tenant.slow, tenant.waiting)
         assert its == (0, 0, 0, 0, 0)
     assert not any(turns._rings)
+
+
+class Thorough(Turns):
+    """Asks everything of everybody."""
+
+    def _is_plain(self, turn: Turn, now: float) -> bool:
+        return False
+
+
+def easy_town(rng: Random, kind: type[Turns]) -> Town:
+    """One in which hardly anybody waits."""
+    limits = rng.choice((None, None, 3)), rng.choice((None, None, 9.0))
+    town = Town(kind(rng.choice((4, 12, PLACES)), *limits))
+    town.ending_s = 0.5
+    for n in range(6):
+        slow_share = rng.choice((0.0, 0.02, 0.1))
+
+        def takes_s(_: int, __: float, share: float = slow_share) -> float:
+            return 30.0 * rng.random() if rng.random() < share else 0.2 * rng.random()
+
+        Endpoint(
+            town,
+            takes_s,
+            lanes=rng.choice((1, 3, 12)),
+            every_s=rng.choice((0.04, 0.3)),
+            tenant=rng.choice((None, None, "a", "b")),
+            in_flight_max=rng.choice((None, None, None, 2)),
+            rate_per_s=rng.choice((None, None, None, 10.0)),
+            begins_at=0.01 * n,
+        )
+    return town
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_short_way_leads_where_the_long_one_does(seed: int) -> None:
+    ways = []
+    for kind in (Turns, Thorough):
+        town = easy_town(Random(seed), kind)
+        way: list[tuple[float, ...]] = []
+
+        def look(town: Town, way: list[tuple[float, ...]] = way) -> None:
+            turns = town.turns
+            way.append((town.now, turns.open, turns.quick, turns.new, turns.slow, turns.waiting))
+
+        town.on_step.append(look)
+        town.run(20.0)
+        ways.append(way)
+    assert ways[0] == ways[1]
+
+
+def proven(turns: Turns) -> Turn:
+    """Of an endpoint whose last answer was quick."""
+    line = turns.join(None, None, None)
+    line.proven = True
+    return Turn(line)
+
+
+def test_whose_request_was_cut_too_often_waits_for_a_slow_place_however_quick_it_was() -> None:
+    turns = Turns(PLACES)
+    turn = proven(turns)
+    turn.cut = CUT_MAX
+    assert turns.ask(turn, 0.0)
+    assert turn.part is Part.SLOW
+
+
+def test_nothing_is_quick_of_whom_a_request_is_open_for_long() -> None:
+    turns = Turns(PLACES)
+    long_open = proven(turns)
+    other = Turn(long_open.line)
+    assert turns.ask(long_open, 0.0)
+    turns.wake(SLOW_S)
+    later = long_open.line.slow_until + 1.0
+    long_open.line.proven = True
+    assert turns.ask(other, later)
+    assert (long_open.part, other.part) == (Part.MOVED, Part.SLOW)
+
+
+def test_what_was_called_off_has_to_end_before_another_one_begins() -> None:
+    turns = Turns(2)
+    first, second, third = (proven(turns) for _ in range(3))
+    assert turns.ask(first, 0.0)
+    assert turns.ask(second, SLOW_S)
+    turns.wake(2 * SLOW_S)
+    assert turns.take_called_off() == [first]
+    assert turns.ask(third, 2 * SLOW_S) == []
+    assert turns.end(first, 2 * SLOW_S, answered=False) == [third]
 
 
 def test_tenants_share_alike_whatever_they_have() -> None:
