@@ -49,15 +49,14 @@ additions.  Times are seconds of any steady clock.
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
-from itertools import count
 from typing import TYPE_CHECKING
 
 from outbox.core.holders import Holders
 from outbox.core.least_first import LeastFirst
 from outbox.core.lines import Line, Part, Tenant, Turn, Why, holder_of
 from outbox.core.rate import RESOLUTION_S, Rate
+from outbox.core.timers import Timers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,8 +72,6 @@ HOLD_S = 30.0
 """So long a slow request is left alone, however many wait for its place."""
 CUT_MAX = 2
 """So many times in a row the request of a lane is called off soon, at the most."""
-TIMERS_SPARE = 64
-"""Timers that nobody waits for any more are put away when there are so many, and most are."""
 
 
 # By name: Python 3.11 takes far longer to find the members of an enumeration.
@@ -127,10 +124,7 @@ class Turns:
         # Whose turn it is when there is room for one alone.
         self._next = _QUICK
         # When something can be had that waits for a time.
-        self._timers: list[tuple[float, int, Line | Tenant]] = []
-        # Those who wait for one.
-        self._timed = 0
-        self._ticket = count()
+        self._timers = Timers[Line | Tenant]()
 
     # ------------------------------------------------------------- endpoints
 
@@ -264,14 +258,7 @@ class Turns:
     def wake(self, now: float) -> list[Turn]:
         """Time has passed; returns the turns that begin with that."""
         self._age(now)
-        timers = self._timers
-        due: list[Line | Tenant] = []
-        while timers and timers[0][0] <= now + RESOLUTION_S:
-            at, _, who = heapq.heappop(timers)
-            if who.wake_at == at:
-                who.wake_at = None
-                self._timed -= 1
-                due.append(who)
+        due = self._timers.take(now + RESOLUTION_S)
         # All were taken out before any is put back, which ends whatever time they are given.
         for who in due:
             if isinstance(who, Line):
@@ -293,10 +280,7 @@ class Turns:
         """When to call `wake`, if nothing happens before; None: something has to."""
         if not self.waiting:
             return None
-        timers = self._timers
-        while timers and timers[0][2].wake_at != timers[0][0]:
-            heapq.heappop(timers)
-        at = timers[0][0] if timers else None
+        at = self._timers.first()
         if self._young:
             old_at = next(iter(self._young)).began_at + SLOW_S
             at = old_at if at is None else min(at, old_at)
@@ -478,11 +462,11 @@ class Turns:
         part: Part | None = None
         if line.waiting:
             if line.rate is not None and not line.rate.ready(now):
-                self._wake(line, line.rate.ready_at)
+                self._timers.set(line, line.rate.ready_at)
             elif line.in_flight_max is None or line.open < line.in_flight_max:
                 part = self._part(line, now)
                 if now + RESOLUTION_S < line.slow_until:
-                    self._wake(line, line.slow_until)
+                    self._timers.set(line, line.slow_until)
         if line.part is not None and line.part is not part:
             tenant.lines[line.part].discard(line)
         line.part = part
@@ -497,7 +481,7 @@ class Turns:
             held = self._tenant_held(tenant, now)
             if held is Why.TENANT_RATE:
                 assert tenant.rate is not None
-                self._wake(tenant, tenant.rate.ready_at)
+                self._timers.set(tenant, tenant.rate.ready_at)
         for part, ring, lines in zip(_PARTS, self._rings, tenant.lines, strict=True):
             if not lines:
                 if ring:
@@ -512,18 +496,6 @@ class Turns:
         turn.line.patient -= turn.cut >= CUT_MAX
         turn.line.tenant.waiting -= 1
         self.waiting -= 1
-
-    def _wake(self, who: Line | Tenant, at: float) -> None:
-        if who.wake_at is None or at < who.wake_at:
-            self._timed += who.wake_at is None
-            who.wake_at = at
-            timers = self._timers
-            heapq.heappush(timers, (at, next(self._ticket), who))
-            if len(timers) > 2 * self._timed + TIMERS_SPARE:
-                # Most are of times that were brought forward; one of each is enough.
-                valid = (each for each in timers if each[0] == each[2].wake_at)
-                timers[:] = {each[2]: each for each in valid}.values()
-                heapq.heapify(timers)
 
     def _grant(self, now: float) -> list[Turn]:
         """Begin what may begin; the parts take turns, because what is free is for all of them."""

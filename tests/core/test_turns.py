@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from outbox.core.lines import Part, Turn, Why
 from outbox.core.rate import RESOLUTION_S, SLACK_S, Rate
-from outbox.core.turns import CUT_MAX, HOLD_S, SLOW_MIN_S, SLOW_S, TIMERS_SPARE, Turns
+from outbox.core.timers import SPARE
+from outbox.core.turns import CUT_MAX, HOLD_S, SLOW_MIN_S, SLOW_S, Turns
 from tests.core.turns_model import Endpoint, Town
 
 PLACES = 64
@@ -409,7 +410,7 @@ def test_a_timer_that_fires_a_little_too_soon_ends_and_comes_again(
     rng = Random(seed)
     turns = Turns(places, None, rng.choice((None, 3.0)))
     # Timers that are set for ever run out of these.
-    turns._ticket = iter(range(5000))  # type: ignore[assignment]
+    turns._timers._ticket = iter(range(5000))  # type: ignore[assignment]
     lines = [
         turns.join(rng.choice((None, "a", "b")), rng.choice((None, 1)), rng.choice((None, 2.0)))
         for _ in range(6)
@@ -467,7 +468,7 @@ def test_timers_that_nobody_waits_for_are_put_away() -> None:
         now = turns.wake_at() or 0.0
         open_ += turns.wake(now)
         begun += len(open_)
-        assert len(turns._timers) <= 2 + TIMERS_SPARE
+        assert len(turns._timers) <= 2 + SPARE
     assert begun > 4900
 
 
