@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from outbox.core.answer import Answer
+from outbox.core.answer import BODY_BYTES_MAX, Answer
 from outbox.transport.limits import HEADER_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ def answered(
     Args:
         cut_by: what ended its body; None: it ended by itself, or as much as is wanted is there.
     """
+    if cut_by is None and len(body) <= BODY_BYTES_MAX:
+        return Answer(status, None, "", headers, bytes(body), elapsed_s)
     detail = "" if cut_by is None else f"the body was cut short: {cut_by}"
     return Answer.of(status, elapsed_s, headers=headers, body=bytes(body), detail=detail)
 

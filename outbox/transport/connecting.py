@@ -11,8 +11,7 @@ import functools
 import os
 import socket
 import ssl
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from aiohappyeyeballs import start_connection
 
@@ -43,8 +42,7 @@ GOODBYE_S = 1.0
 """So long a receiver has to end TLS with us."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """Whom a connection is to, and under which rules; the key of its pool."""
 
     secure: bool
@@ -55,7 +53,9 @@ class Target:
     by_proxy: bool
 
     # aiohttp's connector takes a request for its part and asks it for these.
-    proxy: ClassVar[None] = None
+    @property
+    def proxy(self) -> None:
+        return None
 
     @property
     def connection_key(self) -> Target:

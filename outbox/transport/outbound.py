@@ -7,7 +7,7 @@ for both.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from outbox.core.answer import Answer, Failure
 from outbox.errors import UsageError
@@ -21,6 +21,7 @@ from outbox.transport.wire.client import WireClient
 
 if TYPE_CHECKING:
     import ssl
+    from collections.abc import Coroutine
 
     from outbox.transport.destinations import Destination
     from outbox.transport.egress import EgressPolicy
@@ -77,15 +78,16 @@ class Outbound:
         if proxy is not None:
             self._by_proxy = AiohttpClient(connecting, keep_alive_s)
 
-    async def send(self, request: Request) -> Answer:
+    def send(self, request: Request) -> Coroutine[Any, Any, Answer]:
         """See `Transport.send`."""
+        # What it is handed to is awaited by whoever asked: one coroutine for a request is enough.
         try:
             destination = self._destinations.of(request)
         except UsageError as error:
-            return Answer.failed(Failure.EGRESS_REFUSED, str(error), 0.0)
+            return _refused(str(error))
         client = self._by_proxy if destination.target.by_proxy else self._straight
         assert client is not None  # Without a proxy nothing leaves by one.
-        return await client.send(destination, request)
+        return client.send(destination, request)
 
     async def aclose(self) -> None:
         """See `Transport.aclose`."""
@@ -94,3 +96,7 @@ class Outbound:
             await self._by_proxy.aclose()
         await self._resolver.aclose()
         self._contexts.close()
+
+
+async def _refused(why: str) -> Answer:
+    return Answer.failed(Failure.EGRESS_REFUSED, why, 0.0)
