@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from outbox.core import pattern
 
@@ -34,8 +34,7 @@ MATCHES_MAX = 10_000
 """How many (tenant, type) pairs are remembered; more are worked out again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sighting:
+class Sighting(NamedTuple):
     """A committed event, as much of it as sequencing needs.
 
     `spread` chooses the lane: a non-negative hash of the key, or the id.
@@ -166,15 +165,22 @@ class Router:
                         asked.setdefault(each, []).append(event.id)
         return asked
 
-    def lanes(self, event: Sighting, refused: Refused = NONE_REFUSED) -> Iterable[int]:
-        """The lane of every subscribed endpoint for this event."""
-        for route in self.match(event.tenant, event.type):
-            if (asked := route.asked) is None or event.id not in refused.get(asked, ()):
-                yield route.lane_ids[event.spread % len(route.lane_ids)]
+    def placed(
+        self, events: Iterable[Sighting], refused: Refused = NONE_REFUSED
+    ) -> list[tuple[int, int]]:
+        """The lane of every subscribed endpoint for each event, with the event's id."""
+        found: list[tuple[int, int]] = []
+        for event_id, tenant, type_, spread in events:
+            for route in self.match(tenant, type_):
+                asked = route.asked
+                if asked is None or event_id not in refused.get(asked, ()):
+                    lane_ids = route.lane_ids
+                    found.append((lane_ids[spread % len(lane_ids)], event_id))
+        return found
 
     def lanes_of(self, events: Iterable[Sighting], refused: Refused = NONE_REFUSED) -> set[int]:
         """All lanes the events go to: whose counters are needed."""
-        return {lane for event in events for lane in self.lanes(event, refused)}
+        return {lane_id for lane_id, _ in self.placed(events, refused)}
 
 
 def number(
@@ -193,23 +199,24 @@ def number(
     out = Deliveries()
     last = out.counters
 
-    def add(lane_id: int, outbox_id: int, replay: Replay | None = None) -> None:
+    def add(lane_id: int, outbox_id: int) -> None:
         seq = (last[lane_id] if lane_id in last else counters[lane_id]) + 1
         last[lane_id] = seq
         out.lane_ids.append(lane_id)
         out.seqs.append(seq)
         out.outbox_ids.append(outbox_id)
-        out.replay_ids.append(None if replay is None else replay.id)
-        out.replay_seqs.append(None if replay is None else replay.seq)
-        out.backfill_ids.append(None if replay is None else replay.backfill_id)
-        out.copy_ids.append(None if replay is None else replay.copy_id)
-        out.was_backfill_ids.append(None if replay is None else replay.was_backfill_id)
 
-    for event in events:
-        for lane_id in router.lanes(event, refused):
-            add(lane_id, event.id)
-    for replay in replays:
-        add(replay.lane_id, replay.outbox_id, replay)
+    for lane_id, event_id in router.placed(events, refused):
+        add(lane_id, event_id)
+    fresh = len(out)
+    again = tuple(replays)
+    for replay in again:
+        add(replay.lane_id, replay.outbox_id)
+    out.replay_ids = [*[None] * fresh, *[each.id for each in again]]
+    out.replay_seqs = [*[None] * fresh, *[each.seq for each in again]]
+    out.backfill_ids = [*[None] * fresh, *[each.backfill_id for each in again]]
+    out.copy_ids = [*[None] * fresh, *[each.copy_id for each in again]]
+    out.was_backfill_ids = [*[None] * fresh, *[each.was_backfill_id for each in again]]
     return out
 
 

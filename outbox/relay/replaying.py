@@ -163,14 +163,14 @@ class Replaying:
             return
         refused, failed = await self._ask(own, history.events)
         taken.failed |= failed
-        found = [(event.id, lane) for event in history.events for lane in own.lanes(event, refused)]
-        n = fitting([lane for _, lane in found], share.per_lane, share.numbers)
-        taken.replays += [Replay(lane, i, backfill_id=part.job_id) for i, lane in found[:n]]
-        next_id = found[n][0] if n < len(found) else history.next_id
+        found = own.placed(history.events, refused)
+        n = fitting([lane for lane, _ in found], share.per_lane, share.numbers)
+        taken.replays += [Replay(lane, i, backfill_id=part.job_id) for lane, i in found[:n]]
+        next_id = found[n][1] if n < len(found) else history.next_id
         if not n and not history.more:
             taken.ends.append(share)
         else:
-            from_id = found[0][0] if n else next_id
+            from_id = found[0][1] if n else next_id
             taken.moves.append(Move(share, next_id, n, from_id=from_id))
 
 

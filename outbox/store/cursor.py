@@ -7,6 +7,7 @@ cursor row over several of them does so in a READ COMMITTED transaction.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ from outbox.core.gaps import CursorState, Holders, Range, Step
 from outbox.core.operational import LAGGING_EVERY_S, LAGGING_S
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store import timeline
+from outbox.store.columns import as_text, sparse
 from outbox.store.filters import FilterStore
 from outbox.store.lanes import EVENT, READ_COUNTERS, delivery_of
 from outbox.store.notify import WAKE_OWNERS
@@ -90,18 +92,16 @@ GIVEN_BYTES_MAX = 32 << 10
 WRITE_BATCH = f"""
 WITH held AS MATERIALIZED (
     SELECT FROM cursor
-     WHERE writer = $12 AND version = $15 AND ($23::bigint IS NULL OR server_timeline() = $23)
+     WHERE writer = $12 AND version = $15 AND ($25::bigint IS NULL OR server_timeline() = $25)
        AND EXISTS (SELECT FROM batch WHERE batch = $1::bigint - 1)
        FOR UPDATE SKIP LOCKED),
 row AS (
     INSERT INTO batch (batch, high, young, found, dead, events, deliveries, lanes, writer,
                        committed_after)
-    SELECT $1, $2, $3, $4, $5, $6, cardinality($9::bigint[]), $7, $12, $22 FROM held),
+    SELECT $1, $2, $3, $4, $5, $6, $24::bigint, $7, $12, $22 FROM held),
 risen AS MATERIALIZED (
-    SELECT n.lane_id, n.last_seq, n.last_seq - g.numbers AS was
-      FROM held, unnest($7::bigint[], $8::bigint[]) AS n(lane_id, last_seq)
-      JOIN (SELECT lane_id, count(*) AS numbers
-              FROM unnest($9::bigint[]) AS lane_id GROUP BY lane_id) g USING (lane_id)),
+    SELECT n.*
+      FROM held, unnest($7::bigint[], $23::bigint[], $8::bigint[]) AS n(lane_id, was, last_seq)),
 counted AS MATERIALIZED (
     SELECT count_on(lane_id, was, last_seq) FROM risen),
 given AS (
@@ -109,19 +109,20 @@ given AS (
                           copy_id, was_backfill_id)
     SELECT d.lane_id, $1, d.seq, d.outbox_id, d.replay_id, d.replay_seq, d.backfill_id, d.copy_id,
            d.was_backfill_id
-      FROM held, unnest($9::bigint[], $10::bigint[], $11::bigint[], $13::bigint[], $14::bigint[],
-                        $19::bigint[], $20::bigint[], $21::bigint[])
+      FROM held, unnest($9::text::bigint[], $10::text::bigint[], $11::text::bigint[],
+                        $13::bigint[], $14::bigint[], $19::bigint[], $20::bigint[], $21::bigint[])
            AS d(lane_id, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id,
                 was_backfill_id)
     RETURNING lane_id, batch, seq, outbox_id),
 awake AS MATERIALIZED (SELECT setval('wakeup', {AWAKE}) FROM held WHERE $16),
 told AS MATERIALIZED (
     {WAKE_OWNERS.replace("$1", "$18")} FROM held
-     WHERE $18::text IS NOT NULL AND cardinality($9::bigint[]) > 0
+     WHERE $18::text IS NOT NULL AND $24 > 0
        AND EXISTS (SELECT FROM replica WHERE id <> $12))
-SELECT lane_id, batch, seq, outbox_id, {EVENT}, NULL::bigint AS was_seq,
-       NULL::bigint AS backfill_id, false AS is_copy,
-       NULL::bigint AS was_backfill_id, $22::timestamptz AS committed_after,
+SELECT lane_id, seq, batch, outbox_id, {EVENT},
+       NULL::bigint AS backfill_id, false AS is_copy, NULL::bigint AS was_backfill_id,
+       date_part('epoch', $22::timestamptz) AS committed_after, NULL::uuid AS was_endpoint_id,
+       NULL::bigint AS was_generation, NULL::bigint AS was_slot, NULL::bigint AS was_seq,
        (SELECT count(*) FROM awake) + (SELECT count(*) FROM told)
            + (SELECT count(*) FROM counted) AS done
   FROM held
@@ -313,6 +314,7 @@ class CursorStore:
         Returns:
             What the wanted lanes were given, up to some bytes; None: nothing was done.
         """
+        new = Counter(deliveries.lane_ids)
         rows = await self._db.fetch(
             WRITE_BATCH,
             batch,
@@ -323,20 +325,22 @@ class CursorStore:
             events,
             list(deliveries.counters),
             list(deliveries.counters.values()),
-            deliveries.lane_ids,
-            deliveries.seqs,
-            deliveries.outbox_ids,
+            as_text(deliveries.lane_ids),
+            as_text(deliveries.seqs),
+            as_text(deliveries.outbox_ids),
             writer,
-            deliveries.replay_ids,
-            deliveries.replay_seqs,
+            sparse(deliveries.replay_ids),
+            sparse(deliveries.replay_seqs),
             version,
             awake,
             list(wanted),
             tell,
-            deliveries.backfill_ids,
-            deliveries.copy_ids,
-            deliveries.was_backfill_ids,
+            sparse(deliveries.backfill_ids),
+            sparse(deliveries.copy_ids),
+            sparse(deliveries.was_backfill_ids),
             committed_after,
+            [last_seq - new[lane_id] for lane_id, last_seq in deliveries.counters.items()],
+            len(deliveries),
             self._timeline,
         )
         if not rows:

@@ -7,6 +7,7 @@ looked at.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.sequencing import Sighting
@@ -144,11 +145,15 @@ class Reading:
 
 def reading_of(rows: Sequence[Any]) -> Reading:
     """A reading from the rows of `READ`."""
-    events = [
-        Sighting(r["id"], r["tenant"], r["type"], r["spread"]) for r in rows if r["id"] is not None
-    ]
-    events.sort(key=lambda event: event.id)
-    (said,) = (r for r in rows if r["id"] is None)
+    events: list[Sighting] = []
+    said: Any = None
+    for row in rows:
+        event_id = row["id"]
+        if event_id is None:
+            said = row
+        else:
+            events.append(Sighting(event_id, row["tenant"], row["type"], row["spread"]))
+    events.sort(key=itemgetter(0))
     holders = said["holders"]
     return Reading(
         events,

@@ -16,6 +16,7 @@ import orjson
 
 from outbox.core.request import Delivery
 from outbox.core.steps import DeadRange
+from outbox.store.columns import as_text, sparse
 from outbox.store.operational import (
     IS_ORDINARY,
     LANE_IS_BLOCKED,
@@ -27,7 +28,7 @@ from outbox.store.operational import (
 from outbox.store.replicas import fence
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from uuid import UUID
 
     from asyncpg import Connection
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 RANGE_GROWS_S = 3600
 """A range grows for so long, so what is in it may be dropped so much too early."""
 
-# Numbers come as the text of arrays: of those that it makes itself, asyncpg looks at each
-# element twice before it writes it.  The times are microseconds, of the epoch and of an attempt.
+# The times are microseconds, of the epoch and of an attempt.
 _ATTEMPTS = """
        (SELECT lane_id, batch, seq, attempt, outcome, status, error,
                to_timestamp(started_us / float8 '1e6') AS started_at,
@@ -288,27 +288,17 @@ class RecordStore:
 def _attempts(rows: Sequence[tuple[int, AttemptRow]]) -> list[Any]:
     """Their columns, as `_ATTEMPTS` wants them."""
     return [
-        _array([lane_id for lane_id, _ in rows]),
-        _array([row.batch for _, row in rows]),
-        _array([row.seq for _, row in rows]),
-        _array([row.attempt for _, row in rows]),
-        _array([row.outcome for _, row in rows]),
-        _array(["NULL" if row.status is None else row.status for _, row in rows]),
-        _sparse([row.error for _, row in rows]),
-        _array([round(row.started_at * 1e6) for _, row in rows]),
-        _array([round(row.elapsed_s * 1e6) for _, row in rows]),
-        _sparse([_json(row.answer) for _, row in rows]),
+        as_text([lane_id for lane_id, _ in rows]),
+        as_text([row.batch for _, row in rows]),
+        as_text([row.seq for _, row in rows]),
+        as_text([row.attempt for _, row in rows]),
+        as_text([row.outcome for _, row in rows]),
+        as_text(["NULL" if row.status is None else row.status for _, row in rows]),
+        sparse([row.error for _, row in rows]),
+        as_text([round(row.started_at * 1e6) for _, row in rows]),
+        as_text([round(row.elapsed_s * 1e6) for _, row in rows]),
+        sparse([_json(row.answer) for _, row in rows]),
     ]
-
-
-def _array(values: Iterable[object]) -> str:
-    """An array of numbers and plain words as PostgreSQL reads it."""
-    return f"{{{','.join(map(str, values))}}}"
-
-
-def _sparse(values: list[str | None]) -> list[str | None]:
-    """Without what `unnest` fills up with NULL."""
-    return values if any(value is not None for value in values) else []
 
 
 def _dead_row(record: Record, dead: DeadLetter | DeadRange) -> tuple[Any, ...]:

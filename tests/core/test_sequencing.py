@@ -119,17 +119,17 @@ def test_one_key_has_one_lane_at_each_endpoint(
 ) -> None:
     router = Router(made)
     for route in router.match(tenant, event_type):
-        one = [*router.lanes(Sighting(1, tenant, event_type, spread))]
-        other = [*router.lanes(Sighting(99, tenant, event_type, spread))]
+        one = router.lanes_of([Sighting(1, tenant, event_type, spread)])
+        other = router.lanes_of([Sighting(99, tenant, event_type, spread)])
         assert one == other
         assert route.lane_ids[spread % len(route.lane_ids)] in one
 
 
 def test_keys_use_all_lanes() -> None:
     router = Router([Route(UUID(int=1), ("**",), None, False, (5, 6, 7))])
-    lanes = [next(iter(router.lanes(Sighting(1, None, "a", spread)))) for spread in range(6)]
-    assert lanes == [5, 6, 7, 5, 6, 7]
-    assert [*router.lanes(Sighting(1, None, "a", SPREAD_MAX))] == [5 + SPREAD_MAX % 3]
+    events = [Sighting(spread, None, "a", spread) for spread in range(6)]
+    assert router.placed(events) == [(5, 0), (6, 1), (7, 2), (5, 3), (6, 4), (7, 5)]
+    assert router.placed([Sighting(1, None, "a", SPREAD_MAX)]) == [(5 + SPREAD_MAX % 3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_operational_events_only_reach_who_names_them() -> None:
 
 def test_an_endpoint_gets_an_event_once_though_two_patterns_match() -> None:
     router = Router([Route(UUID(int=1), ("order.*", "order.paid", "**"), None, False, (1,))])
-    assert [*router.lanes(Sighting(1, None, "order.paid", 0))] == [1]
+    assert router.placed([Sighting(1, None, "order.paid", 0)]) == [(1, 1)]
 
 
 def test_a_subscription_that_is_none_is_refused() -> None:
@@ -229,7 +229,7 @@ def test_a_cut_batch_is_as_large_as_it_may_be_and_never_empty(
     router = Router(made)
     for batch in read:
         fits = router.cut(batch, deliveries_max)
-        totals = [*accumulate(len([*router.lanes(event)]) for event in batch)]
+        totals = [*accumulate(len(router.placed([event])) for event in batch)]
         assert fits >= min(1, len(batch))
         assert fits <= 1 or totals[fits - 1] <= deliveries_max
         assert fits == len(batch) or totals[fits] > deliveries_max

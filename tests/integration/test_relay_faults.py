@@ -86,6 +86,25 @@ class Held:
 # ------------------------------------------------------------------- bad rows
 
 
+async def test_times_are_told_to_the_microsecond(database: Database) -> None:
+    await add_endpoint(database)
+    network = Network()
+    times = [
+        "1969-12-31T23:59:59.999999Z",
+        "2026-07-01T12:00:00.000001Z",
+        "2026-07-01T12:00:00.123457Z",
+        "2199-12-31T23:59:59.999999Z",
+    ]
+    async with running(database, network):
+        for at in times:
+            await fetchval(
+                database,
+                f"INSERT INTO outbox (type, payload, created_at) VALUES ('a.b', '1', '{at}')",
+            )
+        await all_ended(database)
+    assert [sent.body["timestamp"] for sent in network.accepted] == times
+
+
 async def test_times_beyond_the_calendar_are_only_far_away(database: Database) -> None:
     await add_endpoint(database)
     network = Network()

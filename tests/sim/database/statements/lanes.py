@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.store import destinations, lanes
 from tests.sim.database.statements.registry import answers
-from tests.sim.database.statements.sequencing import event_row
+from tests.sim.database.statements.sequencing import event_row, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -136,7 +136,7 @@ def read_deliveries(
     return [
         {
             **event_row(db, lane_id, g),
-            "committed_after": db.batch(g.batch).committed_after,
+            "committed_after": seconds(db.batch(g.batch).committed_after),
             **_replayed(db, tx, g),
         }
         for lane_id, floor, seq in sorted(zip(lane_ids, floors, after, strict=True))

@@ -15,6 +15,7 @@ from tests.sim.database.tables import AWAKE, SCHEMA, Batch, Given
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from datetime import datetime
 
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database, Event
@@ -176,6 +177,8 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
         copy_ids,
         was_backfill_ids,
         committed_after,
+        _was,
+        numbers,
     ) = arguments
     # The statement's snapshot; the row is looked at again once it is locked.
     row = tx.get(db.cursor, 1)
@@ -214,14 +217,11 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
     given: list[tuple[int, Given]] = [
         (lane_id, Given(batch, *rest))
         for lane_id, *rest in zip(
-            lane_ids,
-            seqs,
-            outbox_ids,
-            replay_ids,
-            replay_seqs,
-            backfill_ids,
-            copy_ids,
-            was_backfill_ids,
+            *(numbers_in(column) for column in (lane_ids, seqs, outbox_ids)),
+            *(
+                column or [None] * numbers
+                for column in (replay_ids, replay_seqs, backfill_ids, copy_ids, was_backfill_ids)
+            ),
             strict=True,
         )
     ]
@@ -239,31 +239,45 @@ def write_batch(db: Database, tx: Transaction, *arguments: Any) -> Steps:
     back = sorted(each for each in given if each[0] in set(wanted))
     kept = [(lane_id, g) for lane_id, g in back if not _is_gone(db, g)]
     rows = [
-        {"batch": batch, **event_row(db, lane_id, g), "committed_after": committed_after}
+        {**event_row(db, lane_id, g), "committed_after": seconds(committed_after)}
         for lane_id, g in kept
     ]
     return rows or [{"lane_id": None}]
 
 
+def seconds(at: datetime | None) -> float | None:
+    """Since the epoch."""
+    return None if at is None else at.timestamp()
+
+
+def numbers_in(array: str) -> list[int]:
+    """Of an array as text."""
+    return [int(word) for word in array[1:-1].split(",") if word]
+
+
 def event_row(db: Database, lane_id: int, given: Given) -> Row:
-    """A delivery with its event, as a lane reads it."""
+    """A delivery with its event, as a lane reads it; in the order of the statement."""
     event = db.outbox[given.outbox_id]
     return {
         "lane_id": lane_id,
-        "batch": given.batch,
         "seq": given.seq,
+        "batch": given.batch,
         "outbox_id": event.id,
         "event_id": event.event_id,
-        "tenant": None,
         "type": event.type,
+        "tenant": None,
         "key": event.key,
+        "published_at": seconds(event.created_at),
+        "expires_at": None if given.again else seconds(event.expires_at),
         "payload": None if _is_gone(db, given) else event.payload,
         "headers": None,
-        "published_at": event.created_at,
-        "expires_at": None if given.again else event.expires_at,
         "backfill_id": given.backfill_id,
         "is_copy": is_copy(db, given),
         "was_backfill_id": given.was_backfill_id,
+        "committed_after": None,
+        "was_endpoint_id": None,
+        "was_generation": None,
+        "was_slot": None,
         "was_seq": None,
     }
 
