@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.relay")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+YOUNG_OBJECTS_MAX = 10_000
+"""So many more objects than before, and garbage is collected."""
 
 
 async def run(settings: Settings) -> None:
@@ -85,6 +87,9 @@ async def run(settings: Settings) -> None:
         # What has been imported stays: collecting garbage need not go through it again and again.
         gc.collect()
         gc.freeze()
+        # A delivery makes hundreds of objects and no cycles: looking for those so often as is
+        # usual took 4 % of the time.
+        gc.set_threshold(YOUNG_OBJECTS_MAX, *gc.get_threshold()[1:])
         await _deliver(relay, telemetry)
 
 
