@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from outbox.core import pattern
+from outbox.core.pattern import Patterns
 
 if TYPE_CHECKING:
-    import re
     from collections.abc import Iterable, Mapping, Sequence
     from collections.abc import Set as AbstractSet
     from uuid import UUID
@@ -30,8 +29,9 @@ filter is no matter of others that have the same."""
 
 NONE_REFUSED: Refused = MappingProxyType({})
 
-MATCHES_MAX = 10_000
-"""How many (tenant, type) pairs are remembered; more are worked out again."""
+MATCHES_MAX, MATCHED_MAX = 10_000, 500_000
+"""How many (tenant, type) pairs are remembered, and how many endpoints of them in all; more
+are worked out again."""
 
 
 class Sighting(NamedTuple):
@@ -118,31 +118,40 @@ class Router:
     """Which lanes an event of a tenant and type goes to."""
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        self._routes: list[tuple[Route, list[re.Pattern[str]]]] = [
-            (route, [pattern.parse(p) for p in route.types]) for route in routes
-        ]
-        self.filters = {asked for route, _ in self._routes if (asked := route.asked) is not None}
+        self._routes = list(routes)
+        # Apart by tenant, so that neither others' endpoints nor what these subscribe to are
+        # looked at.
+        self._of_tenant: dict[str | None, Patterns] = {}
+        self._of_all = Patterns()
+        for n, route in enumerate(self._routes):
+            patterns = self._of_all
+            if not route.all_tenants:
+                patterns = self._of_tenant.setdefault(route.tenant, Patterns())
+            for each in route.types:
+                patterns.add(each, n)
+        self.filters = {asked for route in self._routes if (asked := route.asked) is not None}
         self._matches: OrderedDict[tuple[str | None, str], tuple[Route, ...]] = OrderedDict()
+        self._matched = 0
 
     def match(self, tenant: str | None, type: str) -> tuple[Route, ...]:  # noqa: A002
         """The subscribed endpoints; remembered, since types repeat."""
         pair = (tenant, type)
         routes = self._matches.get(pair)
         if routes is None:
-            routes = tuple(
-                route
-                for route, patterns in self._routes
-                if (route.all_tenants or route.tenant == tenant)
-                and any(p.fullmatch(type) for p in patterns)
-            )
+            found = self._of_all.matching(type)
+            if (own := self._of_tenant.get(tenant)) is not None:
+                found |= own.matching(type)
+            routes = tuple(self._routes[n] for n in sorted(found))
             self._matches[pair] = routes
-            if len(self._matches) > MATCHES_MAX:
-                self._matches.popitem(last=False)
+            self._matched += len(routes)
+            while len(self._matches) > MATCHES_MAX or self._matched > MATCHED_MAX:
+                _, forgotten = self._matches.popitem(last=False)
+                self._matched -= len(forgotten)
         return routes
 
     def of(self, endpoint_id: UUID) -> Router | None:
         """To one endpoint alone; None: it is not subscribed."""
-        own = [route for route, _ in self._routes if route.endpoint_id == endpoint_id]
+        own = [route for route in self._routes if route.endpoint_id == endpoint_id]
         return Router(own) if own else None
 
     def cut(self, events: Sequence[Sighting], deliveries_max: int) -> int:

@@ -40,6 +40,16 @@ def test_it_means_what_the_reference_means(text: str, event_type: str) -> None:
     assert matches(text, event_type) == reference(text, event_type)
 
 
+@given(st.lists(patterns | st.just(pattern.PROBE), max_size=8), types | st.just(pattern.PROBE))
+def test_of_many_those_are_found_that_match_alone(texts: list[str], event_type: str) -> None:
+    many = pattern.Patterns()
+    for n, text in enumerate(texts):
+        many.add(text, n)
+    assert many.matching(event_type) == {
+        n for n, text in enumerate(texts) if matches(text, event_type)
+    }
+
+
 @given(types, st.data())
 def test_a_type_matches_itself_with_any_segment_but_outbox_blanked(
     event_type: str, data: st.DataObject
@@ -121,6 +131,8 @@ def test_what_is_no_type_matches_nothing(event_type: str) -> None:
 def test_what_is_no_pattern_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="type pattern"):
         pattern.parse(text)
+    with pytest.raises(UsageError, match="type pattern"):
+        pattern.Patterns().add(text, 1)
 
 
 @given(st.text(max_size=20))

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+from collections import Counter
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pytest
@@ -178,6 +179,70 @@ def test_forgetting_matches_changes_nothing(
                 route for route in made if subscribes(route, event)
             )
             assert len(router._matches) <= matches_max
+
+
+@given(routes(), batches(), st.integers(1, 6))
+def test_what_is_remembered_is_bounded_by_endpoints_too(
+    made: list[Route], read: list[list[Sighting]], matched_max: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequencing, "MATCHED_MAX", matched_max)
+        router = Router(made)
+        for event in (event for batch in read for event in batch):
+            assert router.match(event.tenant, event.type) == tuple(
+                route for route in made if subscribes(route, event)
+            )
+            assert sum(map(len, router._matches.values())) <= matched_max
+
+
+@pytest.mark.parametrize("others", [10, 1000])
+def test_who_does_not_get_an_event_is_not_looked_at(others: int) -> None:
+    """Counted are the segments of patterns that are stepped to, and the routes."""
+    looks = Counter[str]()
+
+    class Counted(dict[str, pattern._Node]):
+        def get(self, key: str, default: Any = None) -> Any:
+            found = super().get(key, default)
+            looks["steps"] += found is not None
+            return found
+
+    class Routes(list[Route]):
+        def __getitem__(self, n: Any) -> Any:
+            looks["routes"] += 1
+            return super().__getitem__(n)
+
+        def __iter__(self) -> Iterator[Route]:
+            for route in super().__iter__():
+                looks["routes"] += 1
+                yield route
+
+    def count(node: pattern._Node) -> None:
+        for each in node.nodes.values():
+            count(each)
+        node.nodes = Counted(node.nodes)
+
+    made = [
+        Route(
+            UUID(int=n),
+            (f"t{n}.made", f"t{n}.*"),
+            f"tenant-{n % 7}" if n % 2 else None,
+            False,
+            (n,),
+        )
+        for n in range(others)
+    ]
+    wanted = Route(UUID(int=others), ("order.paid", "user.**"), "acme", False, (others,))
+    router = Router([*made, wanted])
+    for patterns in (router._of_all, *router._of_tenant.values()):
+        count(patterns._root)
+    router._routes = Routes(router._routes)
+    for event_type in ("order.paid", "user.gone", "t3.made"):
+        router.match("acme", event_type)
+        router.match("tenant-3", event_type)
+    assert router.match("acme", "order.paid") == (wanted,)
+    assert router.match("tenant-3", "t3.made") == (made[3],)
+    # order, paid; user, and the "**" behind it; t3, made and *.
+    assert looks == {"steps": 2 + 1 + 3, "routes": 1 + 1 + 1}
 
 
 # ------------------------------------------------------------------ filters
