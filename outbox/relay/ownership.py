@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from outbox.core.lane import Lane
 from outbox.core.news import News, Teller
 from outbox.core.ownership import PeerWatch, preferred
 from outbox.relay.bell import Bell
@@ -252,7 +253,10 @@ class Ownership:
         batch = await self._lanes.last_batch()
         loaded = await self._lanes.lanes(epochs)
         self._dispatcher.adopt(loaded, endpoints, epochs, batch)
-        self._recorder.lanes_taken()
+        for lane in loaded:
+            if lane.tail:
+                was = Lane(lane.id, lane.progress, lane.tail, lane.last_seq, batch)
+                self._recorder.taken(lane.id, epochs[lane.endpoint_id], was.checkpoint())
         # Batches of our own that were committed while the lanes were read
         # were offered to nobody.
         self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))

@@ -1,6 +1,6 @@
 """The reader: fetches what lanes owe.
 
-All reading goes through here, on one connection, so that a thousand lanes that
+All reading goes through here, on one connection, so that a hundred lanes that
 run dry together cost a few queries.
 """
 
@@ -10,6 +10,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import structlog
+
+from outbox.core.round_robin import RoundRobin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -24,7 +26,8 @@ log = structlog.get_logger("outbox.dispatcher")
 ROWS_PER_LANE = 32
 """Or what one of the lanes may send together."""
 BYTES_PER_LANE = 512 << 10
-LANES_PER_READ = 64
+LANES_PER_READ = 16
+"""What is read is taken in at once, and meanwhile the loop does nothing else."""
 
 
 class Reader:
@@ -37,21 +40,21 @@ class Reader:
     def __init__(self, store: LaneStore, on_rows: Callable[[OwnedLane], object]) -> None:
         self._store = store
         self._on_rows = on_rows
-        self._wanted: dict[OwnedLane, Fetch] = {}
+        # By tenant, or by endpoint if it has none: nobody waits behind somebody else's flood.
+        self._wanted: RoundRobin[tuple[OwnedLane, Fetch]] = RoundRobin()
         self._asked = asyncio.Event()
 
     def want(self, lane: OwnedLane, fetch: Fetch) -> None:
         """Read this for the lane some time soon."""
-        self._wanted[lane] = fetch
+        home = lane.home
+        self._wanted.put(home.endpoint.tenant or home.endpoint.id, (lane, fetch))
         self._asked.set()
 
     async def run(self) -> None:
         """Read until cancelled; asyncpg's errors end it."""
         while True:
             await self._asked.wait()
-            wanted = [
-                (lane, self._wanted.pop(lane)) for lane in list(self._wanted)[:LANES_PER_READ]
-            ]
+            wanted = self._wanted.take(LANES_PER_READ)
             if not self._wanted:
                 self._asked.clear()
             rows = await self._store.deliveries(

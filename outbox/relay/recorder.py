@@ -17,11 +17,11 @@ from outbox.core.steps import DeadLetter
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from uuid import UUID
 
     from outbox.core.lane import Lane
-    from outbox.core.steps import Record
+    from outbox.core.steps import Progress, Record
     from outbox.store.records import RecordStore
 
 CHECKPOINT_EVERY_S = 1.0
@@ -61,7 +61,6 @@ class Recorder:
         group_s: how long a success may wait for company.
         lease_left_s: how long this replica may still write; when it is over,
             writing fails with Fenced.
-        lanes: everything this replica owns, as (lane, epoch), for checkpoints.
     """
 
     def __init__(
@@ -69,19 +68,19 @@ class Recorder:
         store: RecordStore,
         group_s: float,
         lease_left_s: Callable[[], float],
-        lanes: Callable[[], Iterable[tuple[Lane, int]]],
     ) -> None:
         self._store = store
         self._group_s = group_s
         self._lease_left_s = lease_left_s
-        self._lanes = lanes
         self._pending: list[Entry] = []
         self._arrived = asyncio.Event()
         self._urgent = asyncio.Event()
         # The newest entry, until it is written.
         self._newest: Entry | None = None
         self._writing = asyncio.Lock()
-        self._checkpointed: dict[int, int] = {}
+        # The lanes of which more is on disk than was written down as progress: their epochs,
+        # and how far they are.
+        self._moved: dict[int, tuple[int, Progress]] = {}
 
     @property
     def full(self) -> bool:
@@ -109,8 +108,9 @@ class Recorder:
             self._urgent.set()
             await self._newest.written()
 
-    def lanes_taken(self) -> None:
-        """Lanes were taken over; their last owner may not have written down how far they are."""
+    def taken(self, lane_id: int, epoch: int, progress: Progress) -> None:
+        """A lane was taken over whose last owner did not write down how far it is."""
+        self._moved[lane_id] = (epoch, progress)
         self._arrived.set()
 
     def _append(self, entry: Entry) -> None:
@@ -168,6 +168,8 @@ class Recorder:
             raise error
         for entry in group:
             entry.lane.recorded(entry.record)
+            if entry.record.progress is None:
+                self._moved[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
             if entry.done is not None and not entry.done.done():
                 entry.done.set_result(None)
         if group[-1] is self._newest:
@@ -200,17 +202,10 @@ class Recorder:
         Raises:
             Fenced: the lease ran out.
         """
-        rows = [
-            (lane.id, epoch, lane.checkpoint())
-            for lane, epoch in self._lanes()
-            if lane.committed_seq > self._checkpointed.get(lane.id, -1)
-        ]
-        rows = [r for r in rows if r[2].acked_seq > 0]
-        if not rows:
-            return
         async with self._writing:
+            moved, self._moved = self._moved, {}
+            if not moved:
+                return
             if self._lease_left_s() <= 0:
                 raise Fenced
-            await self._store.checkpoint(rows)
-        for lane_id, _, progress in rows:
-            self._checkpointed[lane_id] = progress.acked_seq
+            await self._store.checkpoint([(lane_id, *at) for lane_id, at in moved.items()])

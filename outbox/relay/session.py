@@ -170,7 +170,6 @@ class Session:
             RecordStore(for_records, me, here),
             settings.ack_group_ms / 1000,
             lease_left_s,
-            lambda: dispatcher.lanes(),
         )
         dispatcher = Dispatcher(
             LaneStore(for_reader, self._vault),

@@ -404,7 +404,7 @@ async def _never_idle(database: Database) -> tuple[NeverIdle, asyncio.Task[None]
     replica = await Replica(database).start(endpoint.id)
     store = NeverIdle(replica.connection, replica.id)
     store.replica = replica
-    store.recorder = Recorder(store, 0.0, lambda: 60.0, lambda: [(replica.lane, replica.epoch)])
+    store.recorder = Recorder(store, 0.0, lambda: 60.0)
     store.arrive()
     return store, asyncio.create_task(store.recorder.run())
 
@@ -451,7 +451,7 @@ async def test_nobody_who_gives_up_waiting_disturbs_a_lane(database: Database) -
     replica = await Replica(database).start(endpoint.id)
     store = RecordStore(replica.connection, replica.id)
     lane = replica.lane
-    recorder = Recorder(store, 0.0, lambda: 60.0, lambda: [(lane, replica.epoch)])
+    recorder = Recorder(store, 0.0, lambda: 60.0)
     row = AttemptRow(1, 1, 1, "retry", 503, None, 1.0, 0.001)
     record = Record(lane.id, 1, row, Progress(0, 0, 1, 1, 1, 1, 1.0, 2.0, {}))
     writing = asyncio.create_task(recorder.write(lane, replica.epoch, record))
@@ -492,7 +492,7 @@ async def test_news_for_a_dispatcher_that_is_ending_is_no_error(database: Databa
 
     network = Network(hang)
     store = LaneStore(await database.connect(**SESSION))
-    recorder = Recorder(RecordStore(await database.connect(**SESSION), me), 0.0, lambda: 60.0, list)
+    recorder = Recorder(RecordStore(await database.connect(**SESSION), me), 0.0, lambda: 60.0)
     dispatcher = Dispatcher(store, recorder, network, lambda: lease_left_s, Turns(10))
     lanes = await store.lanes([endpoint.id])
     known = {e.id: e for e in await store.endpoints([endpoint.id])}

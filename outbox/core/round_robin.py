@@ -1,0 +1,44 @@
+"""A queue that serves its holders in turn: who has put much into it waits behind its own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+T = TypeVar("T")
+
+
+class RoundRobin(Generic[T]):
+    """Items by whose they are.
+
+    A step costs the same however many items and holders there are.  Of one holder the items
+    come in the order in which they were put; who had nothing there comes after as many items
+    of others as there are holders, however many items these have.
+    """
+
+    def __init__(self) -> None:
+        # In the order of their turns; none is empty.
+        self._items: OrderedDict[Hashable, deque[T]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def put(self, holder: Hashable, item: T) -> None:
+        """Another item of a holder."""
+        items = self._items.get(holder)
+        if items is None:
+            items = self._items[holder] = deque()
+        items.append(item)
+
+    def take(self, most: int) -> list[T]:
+        """The next ones."""
+        taken: list[T] = []
+        while self._items and len(taken) < most:
+            holder, items = self._items.popitem(last=False)
+            taken.append(items.popleft())
+            if items:
+                self._items[holder] = items
+        return taken

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.core.round_robin import RoundRobin
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=30), st.integers(1, 5))
+def test_everything_comes_once_and_each_holders_in_its_order(
+    put: list[tuple[int, int]], most: int
+) -> None:
+    queue = RoundRobin[tuple[int, int]]()
+    for holder, item in put:
+        queue.put(holder, (holder, item))
+    taken: list[tuple[int, int]] = []
+    while queue:
+        some = queue.take(most)
+        assert 0 < len(some) <= most
+        taken += some
+    assert queue.take(most) == []
+    for holder in range(4):
+        assert [t for t in taken if t[0] == holder] == [p for p in put if p[0] == holder]
+
+
+@given(st.integers(1, 50), st.integers(1, 6))
+def test_who_comes_last_waits_for_one_item_of_each_other(flood: int, others: int) -> None:
+    queue = RoundRobin[str]()
+    for _ in range(flood):
+        for other in range(others):
+            queue.put(other, "flood")
+    queue.put("quiet", "quiet")
+    assert "quiet" in queue.take(others + 1)
+
+
+def test_who_was_served_has_its_next_turn_behind_all_others() -> None:
+    queue = RoundRobin[str]()
+    for holder, item in (("a", "a1"), ("a", "a2"), ("b", "b1")):
+        queue.put(holder, item)
+    assert queue.take(1) == ["a1"]
+    queue.put("c", "c1")
+    assert queue.take(9) == ["b1", "a2", "c1"]

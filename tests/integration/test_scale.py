@@ -1,0 +1,129 @@
+"""What is done is proportional to what is active: counted in rows, statements and calls."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pytest
+
+from outbox.core.steps import Fetch
+from outbox.relay import reader
+from outbox.store.records import RecordStore
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    killed_at_the_end,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.steps import Progress
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+MANY = 40
+
+
+class Checkpointed:
+    """The lanes that were written down, each time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.lanes: list[int] = []
+        written = RecordStore.checkpoint
+
+        async def write(store: RecordStore, rows: Sequence[tuple[int, int, Progress]]) -> set[int]:
+            self.lanes += [lane_id for lane_id, _, _ in rows]
+            return await written(store, rows)
+
+        patch.setattr(RecordStore, "checkpoint", write)
+
+
+async def test_only_lanes_that_moved_are_written_down(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """… and not once more all that were delivered anything to, ever."""
+    await add_endpoint(database, lanes=MANY)
+    async with running(database, Network()):
+        for n in range(4 * MANY):
+            await publish(database, n, key=f"k{n}")
+        await all_ended(database)
+    used = await fetchval(database, "SELECT count(*) FROM lane_progress WHERE acked_seq > 0")
+    assert used > MANY / 2
+    checkpointed = Checkpointed(monkeypatch)
+    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 0.01)
+    behind = """
+        SELECT count(*) = 0 FROM lane_counter c JOIN lane_progress p USING (lane_id)
+         WHERE c.last_seq > p.acked_seq"""
+    async with running(database, Network()):
+        await publish(database, "one more", key="k1")
+        await all_ended(database)
+        await until(lambda: fetchval(database, behind))
+    assert len(checkpointed.lanes) == 1
+
+
+async def test_of_a_dead_relay_only_what_it_did_not_write_down_is_written(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await add_endpoint(database, lanes=MANY)
+    async with running(database, Network()):
+        for n in range(4 * MANY):
+            await publish(database, n, key=f"k{n}")
+        await all_ended(database)
+    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 3600.0)
+    async with killed_at_the_end(database, Network()):
+        await publish(database, "left behind", key="k1")
+        await all_ended(database)
+    checkpointed = Checkpointed(monkeypatch)
+    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 0.01)
+    async with running(database, Network()):
+        await until(lambda: checkpointed.lanes)
+    assert len(checkpointed.lanes) == 1
+
+
+class Reads:
+    """A store of which only what is asked for is known."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    async def deliveries(self, lanes: Sequence[Any], *_: Any) -> dict[int, list[Any]]:
+        self.asked.append([lane.id for lane in lanes])
+        await asyncio.sleep(0)
+        return {lane.id: [] for lane in lanes}
+
+
+def lane(lane_id: int, endpoint_id: int, tenant: str | None) -> Any:
+    endpoint = SimpleNamespace(id=UUID(int=endpoint_id), tenant=tenant)
+    return SimpleNamespace(
+        home=SimpleNamespace(endpoint=endpoint, stopped=True),
+        loaded=SimpleNamespace(id=lane_id),
+        machine=SimpleNamespace(fetched=lambda _: None),
+    )
+
+
+@pytest.mark.parametrize("tenant", ["flooding", None])
+async def test_a_quiet_lane_is_read_at_once_however_many_of_a_flood_wait(
+    tenant: str | None,
+) -> None:
+    store = Reads()
+    reading = reader.Reader(store, lambda _: None)  # type: ignore[arg-type]
+    task = asyncio.create_task(reading.run())
+    flood = 10 * reader.LANES_PER_READ
+    for n in range(flood):
+        # A tenant's endpoints are together, and so are the lanes of one without.
+        reading.want(lane(n, n % 100 if tenant else 1, tenant), Fetch(0, 0))
+    reading.want(lane(flood, 200, None), Fetch(0, 0))
+    await until(lambda: sum(map(len, store.asked)) == flood + 1)
+    assert flood in store.asked[0]
+    assert sorted(each for asked in store.asked for each in asked) == list(range(flood + 1))
+    task.cancel()
