@@ -17,7 +17,7 @@ import structlog
 from outbox.core.clock import DatabaseClock
 from outbox.core.news import LATER
 from outbox.core.ownership import Lease
-from outbox.core.turns import Turns
+from outbox.core.pressure import PacedTurns
 from outbox.relay.bell import Bell
 from outbox.relay.care import Caretaker
 from outbox.relay.checkpoints import Checkpoints
@@ -25,6 +25,7 @@ from outbox.relay.dispatcher import Dispatcher
 from outbox.relay.listener import Listener
 from outbox.relay.maintenance import maintain
 from outbox.relay.ownership import Ownership, keep_lease
+from outbox.relay.pressure import feel
 from outbox.relay.recorder import Recorder
 from outbox.relay.sequencer import Sequencer
 from outbox.relay.ticker import Ticker
@@ -171,16 +172,15 @@ class Session:
             settings.ack_group_ms / 1000,
             lease_left_s,
         )
+        turns = PacedTurns(
+            settings.in_flight_max, settings.tenant_in_flight_max, settings.tenant_rate_per_s
+        )
         dispatcher = Dispatcher(
             LaneStore(for_reader, self._vault),
             recorder,
             self._transport,
             lease_left_s,
-            Turns(
-                settings.in_flight_max,
-                settings.tenant_in_flight_max,
-                settings.tenant_rate_per_s,
-            ),
+            turns,
             on_quiet=lambda: ownership.look(),
             on_health=health.ring,
             now=now,
@@ -261,6 +261,7 @@ class Session:
             background = [
                 tasks.create_task(self._notice_an_end()),
                 tasks.create_task(watchdog.run()),
+                tasks.create_task(feel(turns)),
                 tasks.create_task(
                     keep_lease(ReplicaStore(for_renewal, here), me, lease, clock, hear_time)
                 ),
