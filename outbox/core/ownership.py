@@ -86,6 +86,25 @@ class PeerWatch:
         )
 
 
+class Portion:
+    """How many of many endpoints to take over in one go.
+
+    Nobody knows beforehand how many lanes they have: the next ones probably have as many as
+    the last ones, and are at most four times as many endpoints.
+    """
+
+    def __init__(self, endpoints_max: int, lanes_max: int) -> None:
+        self._endpoints_max = endpoints_max
+        self._lanes_max = lanes_max
+        self.endpoints = 1
+        """The next portion."""
+
+    def took(self, endpoints: int, lanes: int) -> None:
+        """So many were taken over, and had so many lanes."""
+        fitting = self._lanes_max * endpoints // max(lanes, 1)
+        self.endpoints = max(min(fitting, 4 * self.endpoints, self._endpoints_max), 1)
+
+
 def preferred(endpoint_id: UUID, replica_ids: Collection[int]) -> int:
     """The replica that should own an endpoint: rendezvous hashing.
 

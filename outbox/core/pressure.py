@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LATE_S = 0.005
 """The loop is late by more than this when it has too much to do at once."""
-OWN_DOING = 8
+OWN_DOING = 3
 """Requests take long because of the loop if that is at most so many times what it is late by."""
 EACH_FIRST, EACH_MIN = 32, 4
 """Open at once for anybody: at first, and however late the loop is."""

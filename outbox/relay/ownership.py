@@ -16,7 +16,7 @@ import structlog
 
 from outbox.core.lane import Lane
 from outbox.core.news import News, Teller
-from outbox.core.ownership import PeerWatch, preferred
+from outbox.core.ownership import PeerWatch, Portion, preferred
 from outbox.relay.bell import Bell
 from outbox.store.records import Fenced
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from outbox.relay.cursor import Sequenced
     from outbox.relay.dispatcher import Dispatcher
     from outbox.relay.observer import Observer
+    from outbox.relay.owned import OwnedEndpoint
     from outbox.relay.recorder import Recorder
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LaneStore
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.ownership")
 
 BURIAL_LOCK_TIMEOUT_S = 1.0
+ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 250, 4_000
+"""So many are read in one go, as far as it can be told how many lanes they have."""
 
 
 async def keep_lease(
@@ -245,9 +248,25 @@ class Ownership:
         return buried
 
     async def _claim(self, wanted: list[UUID]) -> None:
+        """Take over endpoints, some at a time: what is read of them is taken in at once, and
+        the loop does nothing else meanwhile, not even renew the lease.
+        """
+        portion = Portion(ENDPOINTS_AT_ONCE, LANES_AT_ONCE)
+        asked = endpoints = lanes = 0
+        while asked < len(wanted) and not self._stopping:
+            some = wanted[asked : asked + portion.endpoints]
+            asked += len(some)
+            got, of_those = await self._claim_some(some)
+            portion.took(len(some), of_those)
+            endpoints, lanes = endpoints + got, lanes + of_those
+        if endpoints:
+            log.info("endpoints claimed", endpoints=endpoints, lanes=lanes)
+
+    async def _claim_some(self, wanted: list[UUID]) -> tuple[int, int]:
+        """Take over these; returns how many it got, and how many lanes they have."""
         epochs = await self._replicas.claim(self._me, wanted, self._actor)
         if not epochs:
-            return
+            return 0, 0
         endpoints = {e.id: e for e in await self._endpoints(epochs)}
         # In this order: what is sequenced after the counters were read is news.
         batch = await self._lanes.last_batch()
@@ -260,8 +279,8 @@ class Ownership:
         # Batches of our own that were committed while the lanes were read
         # were offered to nobody.
         self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
-        log.info("endpoints claimed", endpoints=len(epochs), lanes=len(loaded))
         self._leave(e.id for e in endpoints.values() if e.ends)
+        return len(epochs), len(loaded)
 
     def _leave(self, endpoint_ids: Iterable[UUID]) -> None:
         """Stop endpoints that are not for this replica any more."""
@@ -296,18 +315,26 @@ class Ownership:
         if version == self._version:
             return
         self._version = version
-        owned = {e.id: e for e in self._dispatcher.endpoints()}
-        endpoints = await self._endpoints(owned)
+        owned = self._dispatcher.owned()
+        for first in range(0, len(owned), ENDPOINTS_AT_ONCE):
+            await self._notice_changes_of(owned[first : first + ENDPOINTS_AT_ONCE])
+
+    async def _notice_changes_of(self, owned: list[OwnedEndpoint]) -> None:
+        """Some of the endpoints are as they are now; others have their turn in between."""
+        generations = {home.endpoint.id: home.endpoint.generation for home in owned}
+        endpoints = await self._endpoints(generations)
         # Read after the change was committed: the counters of lanes that ended
         # are final, and what is sequenced from now on is news.
-        renewed = [e.id for e in endpoints if e.generation != owned[e.id].generation]
+        renewed = [e.id for e in endpoints if e.generation != generations[e.id]]
         if renewed:
             loaded = await self._lanes.lanes(renewed)
             self._dispatcher.renew_lanes(loaded)
             # Batches of our own that were committed meanwhile were offered to nobody.
             self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
             log.info("lanes changed", endpoints=len(renewed), lanes=len(loaded))
-        blocked = [lane for lane, _ in self._dispatcher.lanes() if lane.blocked]
+        blocked = [
+            lane.machine for home in owned for lane in home.lanes.values() if lane.machine.blocked
+        ]
         if any(lane.in_flight for lane in blocked):
             # Its block is just being written, and could be missed in the table
             # as well as taken for lifted: the next look tells.

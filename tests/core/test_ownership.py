@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outbox.core.ownership import RENEWALS_PER_LEASE, Lease, Peer, PeerWatch, preferred
+from outbox.core.ownership import RENEWALS_PER_LEASE, Lease, Peer, PeerWatch, Portion, preferred
 
 LEASE_S = 5.0
 
@@ -187,3 +187,26 @@ class ReplicaMachine(RuleBasedStateMachine):
 
 
 TestReplica = ReplicaMachine.TestCase
+
+
+@given(st.lists(st.integers(1, 1024), min_size=1, max_size=300))
+def test_portions_are_as_large_as_the_last_lanes_allow(lanes: list[int]) -> None:
+    portion, taken, was = Portion(100, 2_000), 0, 0
+    while taken < len(lanes):
+        some = lanes[taken : taken + portion.endpoints]
+        assert some
+        assert portion.endpoints <= min(max(4 * was, 1), 100)
+        taken, was = taken + len(some), portion.endpoints
+        portion.took(len(some), sum(some))
+        # Were the next ones like these, they would fit, if two of them do at all.
+        assert portion.endpoints == 1 or portion.endpoints * sum(some) <= 2_000 * len(some)
+
+
+def test_ten_thousand_small_ones_take_few_portions() -> None:
+    portion, left, portions = Portion(250, 4_000), 10_000, 0
+    while left > 0:
+        some = min(portion.endpoints, left)
+        portion.took(some, some)
+        left -= some
+        portions += 1
+    assert portions == 4 + 40

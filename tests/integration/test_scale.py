@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -10,7 +11,9 @@ from uuid import UUID
 import pytest
 
 from outbox.core.steps import Fetch
-from outbox.relay import reader
+from outbox.relay import ownership, reader
+from outbox.store import endpoint_changes
+from outbox.store.lanes import LaneStore
 from outbox.store.records import RecordStore
 from tests.support.relay import (
     Network,
@@ -24,9 +27,11 @@ from tests.support.relay import (
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from outbox.core.steps import Progress
+    from outbox.store.destinations import Endpoint
+    from outbox.store.lanes import LoadedLane
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -127,3 +132,64 @@ async def test_a_quiet_lane_is_read_at_once_however_many_of_a_flood_wait(
     assert flood in store.asked[0]
     assert sorted(each for asked in store.asked for each in asked) == list(range(flood + 1))
     task.cancel()
+
+
+async def test_endpoints_are_taken_over_some_at_a_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """… because the loop takes in all lanes of a portion at once, and cannot renew its lease."""
+    monkeypatch.setattr(ownership, "LANES_AT_ONCE", 12)
+    for n in range(20):
+        await add_endpoint(database, name=f"e{n}", lanes=3, types=[f"n{n}.made"])
+    portions: list[int] = []
+    read = LaneStore.lanes
+
+    async def lanes(store: LaneStore, endpoint_ids: Collection[UUID]) -> list[LoadedLane]:
+        loaded = await read(store, endpoint_ids)
+        portions.append(len(loaded))
+        return loaded
+
+    monkeypatch.setattr(LaneStore, "lanes", lanes)
+    network = Network()
+    async with running(database, network):
+        for n in range(20):
+            await publish(database, n, type=f"n{n}.made")
+        await all_ended(database)
+    assert sorted(network.data()) == list(range(20))
+    assert portions == [3, 12, 12, 12, 12, 9]
+
+
+async def test_settings_are_read_anew_some_endpoints_at_a_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ownership, "ENDPOINTS_AT_ONCE", 4)
+    for n in range(10):
+        await add_endpoint(database, name=f"e{n}", types=[f"n{n}.made"])
+    reads: list[int] = []
+    read = LaneStore.endpoints
+
+    async def endpoints(store: LaneStore, endpoint_ids: Collection[UUID]) -> list[Endpoint]:
+        reads.append(len(endpoint_ids))
+        return await read(store, endpoint_ids)
+
+    monkeypatch.setattr(LaneStore, "endpoints", endpoints)
+    network = Network()
+    async with running(database, network):
+        await until(lambda: fetchval(database, "SELECT bool_and(epoch > 0) FROM ownership"))
+        async with database.connection(server_settings={"search_path": "relay"}) as connection:
+            for n in range(10):
+                url = f"http://elsewhere.test/{n}"
+                await endpoint_changes.update(
+                    connection,
+                    "relay",
+                    f"e{n}",
+                    lambda settings, url=url: replace(settings, url=url),  # type: ignore[misc]
+                    actor="test",
+                )
+        for n in range(10):
+            await publish(database, n, type=f"n{n}.made")
+        await all_ended(database)
+    assert sorted(sent.url for sent in network.accepted) == [
+        f"http://elsewhere.test/{n}" for n in range(10)
+    ]
+    assert max(reads) == 4
