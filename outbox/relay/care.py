@@ -32,6 +32,8 @@ log = structlog.get_logger("outbox.care")
 
 LOOK_EVERY_S = 30.0
 SURVEY_EVERY_S = 10.0
+LANES_AT_ONCE = 500
+"""Between two of so many, others have their turn: deliveries do not wait for care."""
 GIVE_UP_MAX = 50_000
 """Deliveries that one look gives up of one endpoint; the next look goes on."""
 
@@ -87,7 +89,9 @@ class Caretaker:
 
     async def _write_health(self, concerned: Iterable[OwnedEndpoint]) -> None:
         changed = []
-        for owned in concerned:
+        for n, owned in enumerate(concerned, 1):
+            if n % LANES_AT_ONCE == 0:
+                await asyncio.sleep(0)
             if owned.health.state is State.DISABLED:
                 await self._disable(owned, "the receiver answered 410 Gone")
             kept = Kept(owned.endpoint, owned.epoch, owned.health.record(), owned.told)
@@ -103,7 +107,12 @@ class Caretaker:
 
     async def _look(self) -> None:
         now = self._now()
+        looked_at = 0
         for owned in self._dispatcher.owned():
+            looked_at += 1 + len(owned.lanes)
+            if looked_at >= LANES_AT_ONCE:
+                looked_at = 0
+                await asyncio.sleep(0)
             if owned.endpoint.ends or owned.stopped:
                 continue
             stalled = [

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.ownership")
 
 BURIAL_LOCK_TIMEOUT_S = 1.0
-ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 250, 4_000
+ENDPOINTS_AT_ONCE, LANES_AT_ONCE = 500, 4_000
 """So many are read in one go, as far as it can be told how many lanes they have."""
 
 

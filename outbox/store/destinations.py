@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +155,7 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
     timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     try:
-        retry = RetryPolicy.from_dict(orjson.loads(row["retry"]))
+        retry = _policy(row["retry"])
         if row["retryable"] is not None:
             retryable = statuses.parse(row["retryable"])
         secrets = tuple(
@@ -212,6 +213,12 @@ def _endpoint(row: Any, vault: Vault) -> Endpoint:
         told=Told(_seconds(row["told_held_since"]), _seconds(row["told_stalled_at"])),
         problem=problem,
     )
+
+
+@lru_cache(256)
+def _policy(text: str) -> RetryPolicy:
+    """Most endpoints have one of a few."""
+    return RetryPolicy.from_dict(orjson.loads(text))
 
 
 def _seconds(at: datetime | None) -> float | None:

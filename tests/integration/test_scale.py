@@ -11,7 +11,9 @@ from uuid import UUID
 import pytest
 
 from outbox.core.steps import Fetch
-from outbox.relay import ownership, reader
+from outbox.relay import care, ownership, reader
+from outbox.relay.bell import Bell
+from outbox.relay.care import Caretaker
 from outbox.store import endpoint_changes
 from outbox.store.lanes import LaneStore
 from outbox.store.records import RecordStore
@@ -193,3 +195,31 @@ async def test_settings_are_read_anew_some_endpoints_at_a_time(
         f"http://elsewhere.test/{n}" for n in range(10)
     ]
     assert max(reads) == 4
+
+
+async def test_others_have_their_turns_while_everything_is_looked_after() -> None:
+    endpoint = SimpleNamespace(ends=True)
+    homes = [
+        SimpleNamespace(endpoint=endpoint, stopped=False, lanes=dict.fromkeys(range(9)))
+        for _ in range(care.LANES_AT_ONCE)
+    ]
+    caretaker = Caretaker(
+        None,  # type: ignore[arg-type]
+        SimpleNamespace(owned=lambda: homes),  # type: ignore[arg-type]
+        Bell(),
+        lambda: 0.0,
+        lambda: False,
+        None,  # type: ignore[arg-type]
+    )
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    await caretaker._look()
+    assert turns == 10
+    task.cancel()
