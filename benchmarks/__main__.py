@@ -28,6 +28,8 @@ from benchmarks import (
 from benchmarks.peers import section as peers
 from benchmarks.picture import draw
 from benchmarks.report import compared, machine, table, target, verdict
+from benchmarks.scale import fair
+from benchmarks.scale import section as scale
 from benchmarks.stage import stage
 from outbox.errors import OutboxError
 
@@ -52,6 +54,8 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "horizon": horizon.measure,
     "receiving": receiving.measure,
     "hostile": hostile.measure,
+    "scale": scale.measure,
+    "fair": fair.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
 

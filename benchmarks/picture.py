@@ -61,6 +61,8 @@ AXES = {
     "receiving": "of what the bare framework does; more is better",
     "horizon": "times the same without a pinned horizon; less is better",
     "hostile": "times the same without hostile receivers; less is better",
+    "scale": "times the same where there is little, or MB more; less is better",
+    "fair": "times the quiet endpoint's own; less is better",
     "memory": "MB more than a relay with nothing to do; less is better",
 }
 LONGEST = {"peers": 8.0}

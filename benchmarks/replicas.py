@@ -18,8 +18,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
+from benchmarks.cpu import Cost, Meter
 from benchmarks.figures import Rounds, Row, Samples, Target
 from benchmarks.stage import add_endpoints, search, until
 from benchmarks.statements import counting
@@ -30,24 +29,17 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from benchmarks.stage import Stage
-    from tests.support.process import RelayProcess
 
 ENDPOINTS = 200
 REPLICAS = (1, 2, 3)
 IDLE_S, QUICK_IDLE_S = 20.0, 3.0
 GROWTH = Target("at most", 1.2)
-TICK_S = 0.01
-"""The system counts CPU time in such steps."""
 
 PUBLISH = """
 INSERT INTO outbox (type, key, payload)
 SELECT 'order.n' || n % $3, 'order-' || n,
        jsonb_build_object('n', n, 'filler', repeat('x', 170))
   FROM generate_series($1::int, $2::int - 1) AS n
-"""
-BACKENDS = """
-SELECT pid FROM pg_stat_activity
- WHERE datname = current_database() AND application_name LIKE 'outbox-relay%'
 """
 ALL_WRITTEN = """
 SELECT (SELECT count(*) FROM attempt WHERE outcome = 'delivered')
@@ -68,20 +60,12 @@ LOADS = (Load("1,000 events/s", 8_000, 1_000), Load("a backlog", 20_000))
 QUICK_SHARE = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """CPU seconds for a thousand deliveries."""
-
-    relays_s: float
-    postgres_s: float
-
-    @property
-    def parts(self) -> dict[str, float]:
-        return {
-            "relays": self.relays_s,
-            "PostgreSQL": self.postgres_s,
-            "together": self.relays_s + self.postgres_s,
-        }
+def _parts(cost: Cost) -> dict[str, float]:
+    return {
+        "relays": cost.relays_s,
+        "PostgreSQL": cost.postgres_s,
+        "together": cost.relays_s + cost.postgres_s,
+    }
 
 
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
@@ -102,12 +86,12 @@ async def run(
         found: dict[int, Rounds] = {replicas: Rounds() for replicas in many}
         for number in range(rounds):
             for replicas in many:
-                cost = await cpu(stage, load, replicas, endpoints)
-                for part, seconds in cost.parts.items():
+                parts = _parts(await cpu(stage, load, replicas, endpoints))
+                for part, seconds in parts.items():
                     found[replicas].add(part, seconds)
                 stage.say(
                     f"replicas, {load.name}, round {number + 1} of {rounds}, {replicas}: "
-                    + ", ".join(f"{part} {s:.3f}" for part, s in cost.parts.items())
+                    + ", ".join(f"{part} {s:.3f}" for part, s in parts.items())
                     + " CPU s per 1,000 deliveries"
                 )
         first = many[0]
@@ -138,18 +122,13 @@ async def cpu(stage: Stage, load: Load, replicas: int, endpoints: int) -> Cost:
             for _ in range(replicas)
         ]
         await stage.until_shared_out(connection, relays)
-        processes = _processes(relays), await _backends(connection)
-        before = [_cpu_s(each) for each in processes]
+        meter = await Meter.of(relays, connection)
         stage.expect(load.events)
         await _publish(connection, load, endpoints)
         await stage.receiver.answer()
         for relay in relays:
             await until(connection, ALL_WRITTEN, relay)
-        relays_s, postgres_s = (
-            max(_cpu_s(each) - s, TICK_S) / load.events * 1000
-            for each, s in zip(processes, before, strict=True)
-        )
-        return Cost(relays_s, postgres_s)
+        return meter.cost(load.events)
 
 
 async def idle(stage: Stage, seconds: float) -> list[Row]:
@@ -191,16 +170,3 @@ async def _publish(connection: Connection[Any], load: Load, endpoints: int) -> N
     for n in range(load.events):
         await asyncio.sleep(started + n / load.per_s - clock())
         await connection.execute(PUBLISH, n, n + 1, endpoints)
-
-
-def _processes(relays: Iterable[RelayProcess]) -> list[psutil.Process]:
-    return [psutil.Process(relay.process.pid) for relay in relays if relay.process is not None]
-
-
-async def _backends(connection: Connection[Any]) -> list[psutil.Process]:
-    return [psutil.Process(row["pid"]) for row in await connection.fetch(BACKENDS)]
-
-
-def _cpu_s(processes: Iterable[psutil.Process]) -> float:
-    times = [process.cpu_times() for process in processes]
-    return float(sum(each.user + each.system for each in times))

@@ -104,6 +104,16 @@ TITLES = {
         "the same relay delivers to two hundred endpoints that drip, flood, hang, reset, and send "
         "bombs and forgeries; in turns with a relay without them. And the relay's resident size.",
     ),
+    "fair": (
+        "Fairness",
+        "Milliseconds from sending COMMIT to a quiet endpoint's receiver, 4 lanes, 100 events a "
+        "second, while the same relay delivers a flood of events; in turns with nothing else.",
+    ),
+    "scale": (
+        "Scale",
+        "CPU seconds for 1,000 deliveries where there is a lot, of the relay and of the PostgreSQL "
+        "backends that serve it, beside the same where there is little, in turns.",
+    ),
 }
 """Of every section: what it is called, and what it says."""
 PEERS = {"peers": peers.told, "peers-latency": peers.told_of_latency}

@@ -205,18 +205,25 @@ async def search(database: Database) -> AsyncIterator[Connection[Any]]:
 
 
 async def until(
-    connection: Connection[Any], sql: str, relay: RelayProcess, poll_s: float = POLL_S
+    connection: Connection[Any],
+    sql: str,
+    relay: RelayProcess,
+    poll_s: float = POLL_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Ask until the answer is true.
 
     Raises:
         CannotRun: the relay ended, or it takes far too long.
     """
-    await until_true(lambda: connection.fetchval(sql), [relay], poll_s)
+    await until_true(lambda: connection.fetchval(sql), [relay], poll_s, timeout_s)
 
 
 async def until_true(
-    condition: Callable[[], Awaitable[Any]], relays: Sequence[RelayProcess], poll_s: float = POLL_S
+    condition: Callable[[], Awaitable[Any]],
+    relays: Sequence[RelayProcess],
+    poll_s: float = POLL_S,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Look until it is so.
 
@@ -224,7 +231,7 @@ async def until_true(
         CannotRun: one of the relays ended, or it takes far too long.
     """
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             while not await condition():
                 for relay in relays:
                     if relay.process is None or relay.process.returncode is not None:

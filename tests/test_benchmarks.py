@@ -31,6 +31,9 @@ from benchmarks.history import Past
 from benchmarks.peers import contestants, installing, throughput, turns
 from benchmarks.peers import latency as peers_latency
 from benchmarks.peers.counting import rate
+from benchmarks.scale import fair
+from benchmarks.scale import section as scale
+from benchmarks.scale.crowd import Crowd
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
@@ -47,6 +50,17 @@ def cannot_be_had(_: object) -> Path:
     raise CannotRun("pip could not fetch it")
 
 
+SMALL = scale.plan(
+    endpoints=12,
+    lanes=Crowd(2, 6),
+    few=3,
+    few_lanes=4,
+    deliveries=60,
+    seconds=0.1,
+    backlogs=(80, 40),
+    payloads=((4096, 20),),
+    delays=((0.05, 20),),
+)
 PLAIN_LOOP = contestants.CONTESTANTS[-1]
 ABSENT = next(each for each in contestants.CONTESTANTS if each.packages == ("pgqueuer",))
 
@@ -71,6 +85,8 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
             *await horizon.run(stage, 0.4, 1, 0.4),
             *await receiving.measure(stage, 1, quick=True),
             *await hostile.run(stage, 1, 50, 0.4, 0.4),
+            *await scale.run(stage, rounds, SMALL),
+            *await fair.run(stage, rounds, 0.3, 100, fair.OTHERS[1:2]),
         ]
 
     monkeypatch.setattr(bench, "SECTIONS", {"everything": everything})
@@ -84,7 +100,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
     # Several each of most of them.
-    assert len(rows) == 1 + 5 + 2 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1 + 2
+    assert len(rows) == 1 + 5 + 2 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 1
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()

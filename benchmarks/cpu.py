@@ -1,0 +1,73 @@
+"""CPU seconds of relay processes, and of the PostgreSQL backends that serve them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from outbox.errors import CannotRun
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from asyncpg import Connection
+
+    from tests.support.process import RelayProcess
+
+TICK_S = 0.01
+"""The system counts CPU time in such steps."""
+
+BACKENDS = """
+SELECT pid FROM pg_stat_activity
+ WHERE datname = current_database() AND application_name LIKE 'outbox-relay%'
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """CPU seconds for a thousand deliveries."""
+
+    relays_s: float
+    postgres_s: float
+
+
+class Meter:
+    """Counts from now on."""
+
+    def __init__(
+        self, relays: Iterable[psutil.Process], backends: Iterable[psutil.Process]
+    ) -> None:
+        self._processes = list(relays), list(backends)
+        self._before = [_cpu_s(each) for each in self._processes]
+
+    @classmethod
+    async def of(cls, relays: Iterable[RelayProcess], connection: Connection[Any]) -> Meter:
+        """The processes of these relays, and their backends in the connection's database."""
+        running = [psutil.Process(r.process.pid) for r in relays if r.process is not None]
+        backends = [psutil.Process(row["pid"]) for row in await connection.fetch(BACKENDS)]
+        return cls(running, backends)
+
+    def cost(self, deliveries: int) -> Cost:
+        """What it took since then, if it was so many deliveries.
+
+        Raises:
+            CannotRun: one of the processes is not there any more.
+        """
+        try:
+            relays_s, postgres_s = (
+                max(_cpu_s(each) - s, TICK_S) / deliveries * 1000
+                for each, s in zip(self._processes, self._before, strict=True)
+            )
+        except psutil.NoSuchProcess as gone:
+            raise CannotRun(
+                f"process {gone.pid} ended while its CPU time was counted: the relay lost its "
+                "session, or ended"
+            ) from None
+        return Cost(relays_s, postgres_s)
+
+
+def _cpu_s(processes: Iterable[psutil.Process]) -> float:
+    times = [process.cpu_times() for process in processes]
+    return float(sum(each.user + each.system for each in times))

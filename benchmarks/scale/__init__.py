@@ -1,0 +1,1 @@
+"""What grows with what there is, and whom a flood slows down."""

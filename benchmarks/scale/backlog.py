@@ -1,0 +1,78 @@
+"""A backlog that was there before the relay began, worked off to its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.cpu import Meter
+from benchmarks.figures import Rounds, Row
+from benchmarks.stage import add_endpoint, search, until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from benchmarks.cpu import Cost
+    from benchmarks.figures import Target
+    from benchmarks.stage import Stage
+
+LANES = 64
+SEEDED_AT_ONCE = 100_000
+LOOK_EVERY_S = 1.0
+WAIT_S = 3600.0
+
+SEED = """
+INSERT INTO outbox (type, key, payload)
+SELECT 'order.paid', 'k' || n, jsonb_build_object('n', n, 'filler', repeat('x', 170))
+  FROM generate_series($1::int, $2::int - 1) n
+"""
+# By what is written down, at the latest a second later.
+WRITTEN = """
+SELECT (SELECT sum(acked_seq) FROM lane_progress) >= (SELECT max(id) FROM outbox)
+"""
+
+
+async def run(
+    stage: Stage, rounds: int, large: int, small: int, *, target: Target | None
+) -> list[Row]:
+    """CPU for each delivery of a large one, beside a small one."""
+    found = {large: Rounds(), small: Rounds()}
+    for number in range(rounds):
+        for events in (small, large):
+            cost = await _work_off(stage, events)
+            found[events].add("relay", cost.relays_s)
+            found[events].add("PostgreSQL", cost.postgres_s)
+            stage.say(
+                f"scale, round {number + 1} of {rounds}, a backlog of {events:,}: "
+                f"relay {cost.relays_s:.3f}, PostgreSQL {cost.postgres_s:.3f} CPU s per 1,000"
+            )
+    return [
+        Row(
+            "scale",
+            f"a backlog of {large:,}, {part}",
+            "s",
+            found[large].of(part),
+            f"of {small:,}",
+            found[small].of(part),
+            target=target,
+        )
+        for part in ("relay", "PostgreSQL")
+    ]
+
+
+async def _work_off(stage: Stage, events: int) -> Cost:
+    async with stage.server.database() as database, search(database) as connection:
+        await add_endpoint(connection, stage.urls["http"], lanes=LANES)
+        await seed(connection, events)
+        stage.expect(0)
+        async with stage.relay(database) as relay:
+            meter = await Meter.of([relay], connection)
+            await until(connection, WRITTEN, relay, LOOK_EVERY_S, timeout_s=WAIT_S)
+            return meter.cost(events)
+
+
+async def seed(connection: Connection[Any], events: int) -> None:
+    """Write them, some at a time."""
+    for first in range(0, events, SEEDED_AT_ONCE):
+        last = min(first + SEEDED_AT_ONCE, events)
+        await connection.execute(SEED, first, last, timeout=600)
+    await connection.execute("ANALYZE", timeout=600)

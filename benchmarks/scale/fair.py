@@ -1,0 +1,177 @@
+"""A quiet endpoint beside others that take all they can get, and the same alone.
+
+The others go to a receiver of their own, in a process of its own.  A flood is there from
+the first quiet event to the last: more than can be delivered meanwhile waits in its lanes
+before that, and more is published all the time, in small transactions.  So the relay never
+has nothing else to do.  Slow and dead endpoints are owed as much.
+Everybody shares the machine, the producer and PostgreSQL, too: what a flood takes of
+those is in the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.commits import MAKE_ACCOUNTS
+from benchmarks.figures import Row, Samples, Target, percentile
+from benchmarks.latency import NS_PER_MS, WARM_UP, produce
+from benchmarks.stage import child, search, until
+from outbox.core.endpoint import EndpointSettings
+from outbox.store import endpoint_changes
+from tests.support.postgres import SCHEMA
+from tests.support.tcp import free_port
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asyncpg import Connection
+
+    from benchmarks.stage import Stage
+    from tests.support.postgres import Database
+    from tests.support.process import RelayProcess
+
+PER_S = 100
+SECONDS, QUICK_SECONDS = 12.0, 1.0
+LANES = 4
+SHARES = {"p50": 0.5, "p99": 0.99}
+UNHARMED = Target("at most", 2.0)
+WAITING_PER_S, QUICK_WAITING_PER_S = 8_000, 500
+"""So many deliveries wait for each second that is measured."""
+FLOOD_PER_S, AT_ONCE = 1_000, 20
+"""Events that are published meanwhile, and those of one transaction."""
+
+FILL = """
+INSERT INTO outbox (type, tenant, key, payload)
+SELECT 'flood.n' || n % $2::int, $3, 'k' || n, jsonb_build_object('filler', repeat('x', 170))
+  FROM generate_series(1, $1::int) n
+"""
+SEQUENCED = """
+SELECT (SELECT max(id) FROM outbox) <= (SELECT high FROM batch ORDER BY batch DESC LIMIT 1)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Who is there beside the quiet one."""
+
+    name: str
+    endpoints: int
+    lanes: int
+    tenant: str | None = None
+    delay_s: float = 0.0
+    dead: bool = False
+    """Nobody listens where they are."""
+
+
+NOBODY = Others("nobody", 0, 0)
+OTHERS = (
+    Others("one endpoint with a flood", 1, 64),
+    Others("a tenant with a flood to 20 endpoints", 20, 16, tenant="flooding"),
+    Others("20 endpoints that take 5 s", 20, 16, delay_s=5.0),
+    Others("20 dead endpoints", 20, 16, dead=True),
+)
+
+
+async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
+    """Each of the others and nobody in turns, round by round."""
+    if quick:
+        return await run(stage, rounds, QUICK_SECONDS, int(QUICK_WAITING_PER_S * QUICK_SECONDS))
+    return await run(stage, rounds, SECONDS, int(WAITING_PER_S * SECONDS))
+
+
+async def run(
+    stage: Stage,
+    rounds: int,
+    seconds: float,
+    flood: int,
+    everybody: tuple[Others, ...] = OTHERS,
+) -> list[Row]:
+    """The same with other numbers."""
+    rows: list[Row] = []
+    for others in everybody:
+        found: dict[str, list[dict[str, float]]] = {others.name: [], NOBODY.name: []}
+        sides = [others, NOBODY]
+        for number in range(rounds):
+            for side in sides:
+                found[side.name].append(await _turn(stage, side, seconds, flood))
+                told = ", ".join(f"{k} {v:.2f} ms" for k, v in found[side.name][-1].items())
+                stage.say(f"fair, round {number + 1} of {rounds}, beside {side.name}: {told}")
+            sides.reverse()  # Neither always comes after the other.
+        rows += [
+            Row(
+                "fair",
+                f"beside {others.name}, {share}",
+                "ms",
+                Samples(tuple(each[share] for each in found[others.name])),
+                "alone",
+                Samples(tuple(each[share] for each in found[NOBODY.name])),
+                target=UNHARMED,
+            )
+            for share in SHARES
+        ]
+    return rows
+
+
+async def _turn(stage: Stage, others: Others, seconds: float, flood: int) -> dict[str, float]:
+    async with AsyncExitStack() as stack:
+        database = await stack.enter_async_context(stage.server.database())
+        receiver = await stack.enter_async_context(child("receiver"))
+        url = f"http://127.0.0.1:{(await receiver.answer())['http']}/"
+        receiver.tell(expect=0, delay_s=others.delay_s, keep=False)
+        connection = await stack.enter_async_context(search(database))
+        await connection.execute(MAKE_ACCOUNTS)
+        await _add(connection, "quiet", stage.urls["http"], "order.paid", LANES)
+        for n in range(others.endpoints):
+            where = f"http://127.0.0.1:{free_port()}/" if others.dead else f"{url}?{n}"
+            await _add(connection, f"n{n}", where, f"flood.n{n}", others.lanes, others.tenant)
+        relay = await stack.enter_async_context(stage.relay(database))
+        if others.endpoints:
+            await stack.enter_async_context(_flooding(database, relay, others, flood))
+        events = int(PER_S * seconds)
+        stage.expect(events, keep=True)
+        made = await produce(database, "event-alone", PER_S, events)
+        arrived = (await stage.receiver.answer())["arrived"]
+    warm = [str(n) for n in range(int(events * WARM_UP), events)]
+    latency_ms = [(arrived[n] - made["sent_at"][n]) / NS_PER_MS for n in warm]
+    return {name: percentile(latency_ms, share) for name, share in SHARES.items()}
+
+
+async def _add(
+    connection: Connection[Any],
+    name: str,
+    url: str,
+    type: str,  # noqa: A002
+    lanes: int,
+    tenant: str | None = None,
+) -> None:
+    settings = EndpointSettings(name=name, url=url, lanes=lanes, types=(type,), tenant=tenant)
+    await endpoint_changes.add(connection, SCHEMA, settings, actor="bench")
+
+
+@asynccontextmanager
+async def _flooding(
+    database: Database, relay: RelayProcess, others: Others, flood: int
+) -> AsyncIterator[None]:
+    """Publish for the others, as long as the block lasts."""
+    async with search(database) as connection:
+        whose = (others.endpoints, others.tenant)
+        await connection.execute(FILL, flood, *whose)
+        await until(connection, SEQUENCED, relay)
+
+        async def go_on() -> None:
+            clock = asyncio.get_running_loop().time
+            began_at = clock()
+            for n in count():
+                await asyncio.sleep(began_at + n * AT_ONCE / FLOOD_PER_S - clock())
+                await connection.execute(FILL, AT_ONCE, *whose)
+
+        filling = asyncio.create_task(go_on())
+        try:
+            yield
+        finally:
+            filling.cancel()
+            await asyncio.wait([filling])
