@@ -32,6 +32,14 @@ class Cost:
     relays_s: float
     postgres_s: float
 
+    def parts(self, relays: str) -> dict[str, float]:
+        """By name, the relays as they are called there."""
+        return {
+            relays: self.relays_s,
+            "PostgreSQL": self.postgres_s,
+            "together": self.relays_s + self.postgres_s,
+        }
+
 
 class Meter:
     """Counts from now on."""

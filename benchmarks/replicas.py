@@ -60,14 +60,6 @@ LOADS = (Load("1,000 events/s", 8_000, 1_000), Load("a backlog", 20_000))
 QUICK_SHARE = 0.1
 
 
-def _parts(cost: Cost) -> dict[str, float]:
-    return {
-        "relays": cost.relays_s,
-        "PostgreSQL": cost.postgres_s,
-        "together": cost.relays_s + cost.postgres_s,
-    }
-
-
 async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
     """Both loads with each number of replicas in turns, then the idle ones."""
     loads: Iterable[Load] = LOADS
@@ -86,7 +78,7 @@ async def run(
         found: dict[int, Rounds] = {replicas: Rounds() for replicas in many}
         for number in range(rounds):
             for replicas in many:
-                parts = _parts(await cpu(stage, load, replicas, endpoints))
+                parts = (await cpu(stage, load, replicas, endpoints)).parts("relays")
                 for part, seconds in parts.items():
                     found[replicas].add(part, seconds)
                 stage.say(

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cpu import Meter
-from benchmarks.figures import Rounds, Row
+from benchmarks.figures import Rounds
+from benchmarks.scale.costs import add, costs
 from benchmarks.stage import add_endpoint, search, until
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from benchmarks.cpu import Cost
-    from benchmarks.figures import Target
+    from benchmarks.figures import Row, Target
     from benchmarks.stage import Stage
 
 LANES = 64
@@ -39,24 +40,13 @@ async def run(
     for number in range(rounds):
         for events in (small, large):
             cost = await _work_off(stage, events)
-            found[events].add("relay", cost.relays_s)
-            found[events].add("PostgreSQL", cost.postgres_s)
+            told = add(found[events], cost)
             stage.say(
-                f"scale, round {number + 1} of {rounds}, a backlog of {events:,}: "
-                f"relay {cost.relays_s:.3f}, PostgreSQL {cost.postgres_s:.3f} CPU s per 1,000"
+                f"scale, round {number + 1} of {rounds}, a backlog of {events:,}: {told} "
+                "CPU s per 1,000 deliveries"
             )
-    return [
-        Row(
-            "scale",
-            f"a backlog of {large:,}, {part}",
-            "s",
-            found[large].of(part),
-            f"of {small:,}",
-            found[small].of(part),
-            target=target,
-        )
-        for part in ("relay", "PostgreSQL")
-    ]
+    beside = (f"of {small:,}", found[small])
+    return costs(f"a backlog of {large:,}", found[large], *beside, target)
 
 
 async def _work_off(stage: Stage, events: int) -> Cost:

@@ -23,6 +23,7 @@ import psutil
 from benchmarks.cpu import Meter
 from benchmarks.figures import Rounds, Row, Samples, Target
 from benchmarks.scale import backlog
+from benchmarks.scale.costs import add, costs
 from benchmarks.scale.crowd import TO_ALL, Crowd, write
 from benchmarks.stage import search, until
 
@@ -233,31 +234,6 @@ async def run(stage: Stage, rounds: int, plan: Plan) -> list[Row]:
         for each in plan.comparisons:
             rows += await _compare(stage, rounds, sites, each)
     return rows + await backlog.run(stage, rounds, *plan.backlogs, target=GROWTH)
-
-
-def costs(
-    name: str, ours: Rounds, beside_name: str, beside: Rounds, target: Target | None
-) -> list[Row]:
-    """A row for the relay, and one for PostgreSQL."""
-    return [
-        Row(
-            "scale",
-            f"{name}, {part}",
-            "s",
-            ours.of(part),
-            beside_name,
-            beside.of(part),
-            target=target,
-        )
-        for part in ("relay", "PostgreSQL")
-    ]
-
-
-def add(rounds: Rounds, cost: Cost) -> str:
-    """Take a turn's cost in; as it is told."""
-    rounds.add("relay", cost.relays_s)
-    rounds.add("PostgreSQL", cost.postgres_s)
-    return f"relay {cost.relays_s:.3f}, PostgreSQL {cost.postgres_s:.3f}"
 
 
 class Site:

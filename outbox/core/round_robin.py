@@ -20,25 +20,28 @@ class RoundRobin(Generic[T]):
     """
 
     def __init__(self) -> None:
-        # In the order of their turns; none is empty.
-        self._items: OrderedDict[Hashable, deque[T]] = OrderedDict()
+        # In the order of their turns, each with its weight; none is empty.
+        self._items: OrderedDict[Hashable, deque[tuple[T, int]]] = OrderedDict()
 
     def __bool__(self) -> bool:
         return bool(self._items)
 
-    def put(self, holder: Hashable, item: T) -> None:
+    def put(self, holder: Hashable, item: T, weight: int) -> None:
         """Another item of a holder."""
         items = self._items.get(holder)
         if items is None:
             items = self._items[holder] = deque()
-        items.append(item)
+        items.append((item, weight))
 
-    def take(self, most: int) -> list[T]:
-        """The next ones."""
+    def take(self, enough: int) -> list[T]:
+        """The next ones, until what they weigh is enough."""
         taken: list[T] = []
-        while self._items and len(taken) < most:
+        weighs = 0
+        while self._items and weighs < enough:
             holder, items = self._items.popitem(last=False)
-            taken.append(items.popleft())
+            item, weight = items.popleft()
+            taken.append(item)
+            weighs += weight
             if items:
                 self._items[holder] = items
         return taken

@@ -26,8 +26,11 @@ log = structlog.get_logger("outbox.dispatcher")
 ROWS_PER_LANE = 32
 """Or what one of the lanes may send together."""
 BYTES_PER_LANE = 512 << 10
-LANES_PER_READ = 16
+ROWS_PER_READ = 512
 """What is read is taken in at once, and meanwhile the loop does nothing else."""
+LANES_PER_READ = 32
+"""Lanes that owe little share a read with more of them.  But all of them want to send then, and
+more would only wait for their turns, which takes more than another read."""
 
 
 class Reader:
@@ -47,14 +50,15 @@ class Reader:
     def want(self, lane: OwnedLane, fetch: Fetch) -> None:
         """Read this for the lane some time soon."""
         home = lane.home
-        self._wanted.put(home.endpoint.tenant or home.endpoint.id, (lane, fetch))
+        rows = max(min(lane.machine.owed, ROWS_PER_LANE), ROWS_PER_READ // LANES_PER_READ)
+        self._wanted.put(home.endpoint.tenant or home.endpoint.id, (lane, fetch), rows)
         self._asked.set()
 
     async def run(self) -> None:
         """Read until cancelled; asyncpg's errors end it."""
         while True:
             await self._asked.wait()
-            wanted = self._wanted.take(LANES_PER_READ)
+            wanted = self._wanted.take(ROWS_PER_READ)
             if not self._wanted:
                 self._asked.clear()
             rows = await self._store.deliveries(

@@ -6,19 +6,22 @@ from hypothesis import strategies as st
 from outbox.core.round_robin import RoundRobin
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=30), st.integers(1, 5))
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=30), st.integers(1, 9))
 def test_everything_comes_once_and_each_holders_in_its_order(
-    put: list[tuple[int, int]], most: int
+    put: list[tuple[int, int]], enough: int
 ) -> None:
     queue = RoundRobin[tuple[int, int]]()
-    for holder, item in put:
-        queue.put(holder, (holder, item))
+    for holder, weight in put:
+        queue.put(holder, (holder, weight), weight)
     taken: list[tuple[int, int]] = []
     while queue:
-        some = queue.take(most)
-        assert 0 < len(some) <= most
+        some = queue.take(enough)
+        weighs = sum(weight for _, weight in some)
+        # As much as it takes, and no more.
+        assert weighs >= enough or not queue
+        assert weighs - some[-1][1] < enough
         taken += some
-    assert queue.take(most) == []
+    assert queue.take(enough) == []
     for holder in range(4):
         assert [t for t in taken if t[0] == holder] == [p for p in put if p[0] == holder]
 
@@ -28,15 +31,15 @@ def test_who_comes_last_waits_for_one_item_of_each_other(flood: int, others: int
     queue = RoundRobin[str]()
     for _ in range(flood):
         for other in range(others):
-            queue.put(other, "flood")
-    queue.put("quiet", "quiet")
+            queue.put(other, "flood", 1)
+    queue.put("quiet", "quiet", 1)
     assert "quiet" in queue.take(others + 1)
 
 
 def test_who_was_served_has_its_next_turn_behind_all_others() -> None:
     queue = RoundRobin[str]()
     for holder, item in (("a", "a1"), ("a", "a2"), ("b", "b1")):
-        queue.put(holder, item)
+        queue.put(holder, item, 1)
     assert queue.take(1) == ["a1"]
-    queue.put("c", "c1")
+    queue.put("c", "c1", 1)
     assert queue.take(9) == ["b1", "a2", "c1"]

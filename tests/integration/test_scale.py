@@ -109,12 +109,12 @@ class Reads:
         return {lane.id: [] for lane in lanes}
 
 
-def lane(lane_id: int, endpoint_id: int, tenant: str | None) -> Any:
+def lane(lane_id: int, endpoint_id: int, tenant: str | None, owed: int = 1000) -> Any:
     endpoint = SimpleNamespace(id=UUID(int=endpoint_id), tenant=tenant)
     return SimpleNamespace(
         home=SimpleNamespace(endpoint=endpoint, stopped=True),
         loaded=SimpleNamespace(id=lane_id),
-        machine=SimpleNamespace(fetched=lambda _: None),
+        machine=SimpleNamespace(fetched=lambda _: None, owed=owed),
     )
 
 
@@ -125,7 +125,7 @@ async def test_a_quiet_lane_is_read_at_once_however_many_of_a_flood_wait(
     store = Reads()
     reading = reader.Reader(store, lambda _: None)  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
-    flood = 10 * reader.LANES_PER_READ
+    flood = 10 * reader.ROWS_PER_READ // reader.ROWS_PER_LANE
     for n in range(flood):
         # A tenant's endpoints are together, and so are the lanes of one without.
         reading.want(lane(n, n % 100 if tenant else 1, tenant), Fetch(0, 0))
@@ -133,6 +133,18 @@ async def test_a_quiet_lane_is_read_at_once_however_many_of_a_flood_wait(
     await until(lambda: sum(map(len, store.asked)) == flood + 1)
     assert flood in store.asked[0]
     assert sorted(each for asked in store.asked for each in asked) == list(range(flood + 1))
+    task.cancel()
+
+
+async def test_lanes_that_owe_little_share_a_read() -> None:
+    store = Reads()
+    reading = reader.Reader(store, lambda _: None)  # type: ignore[arg-type]
+    task = asyncio.create_task(reading.run())
+    for n in range(2 * reader.LANES_PER_READ):
+        reading.want(lane(n, n, None, owed=1), Fetch(0, 0))
+    await until(lambda: sum(map(len, store.asked)) == 2 * reader.LANES_PER_READ)
+    assert len(store.asked) == 2
+    assert reader.LANES_PER_READ > reader.ROWS_PER_READ / reader.ROWS_PER_LANE
     task.cancel()
 
 

@@ -1,0 +1,36 @@
+"""What a delivery costs, as rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from benchmarks.figures import Row
+
+if TYPE_CHECKING:
+    from benchmarks.cpu import Cost
+    from benchmarks.figures import Rounds, Target
+
+
+def costs(
+    name: str, ours: Rounds, beside_name: str, beside: Rounds, target: Target | None
+) -> list[Row]:
+    """A row for the relay, one for PostgreSQL, and one for both, which has the target."""
+    return [
+        Row(
+            "scale",
+            f"{name}, {part}",
+            "s",
+            ours.of(part),
+            beside_name,
+            beside.of(part),
+            target=target if part == "together" else None,
+        )
+        for part in ours.values
+    ]
+
+
+def add(rounds: Rounds, cost: Cost) -> str:
+    """Take a turn's cost in; as it is told."""
+    for part, seconds in cost.parts("relay").items():
+        rounds.add(part, seconds)
+    return f"relay {cost.relays_s:.3f}, PostgreSQL {cost.postgres_s:.3f}"
