@@ -56,6 +56,10 @@ class LeastFirst(Generic[T]):
             ring.move_to_end(item, last=False)
         self._has[item] = has
 
+    def served(self, item: T, at: float) -> None:
+        """It is there alone, and was served once more; it has as much as before."""
+        self._rings[self._has[item]][item] = at
+
     def discard(self, item: T) -> None:
         """It does not wait, or not any more."""
         has = self._has.pop(item, None)

@@ -18,7 +18,6 @@ from __future__ import annotations
 from math import inf
 from typing import TYPE_CHECKING
 
-from outbox.core.lines import Part
 from outbox.core.turns import Turns
 
 if TYPE_CHECKING:
@@ -43,7 +42,6 @@ class PacedTurns(Turns):
     ) -> None:
         super().__init__(in_flight_max, tenant_in_flight_max, tenant_rate_per_s)
         self.each_max = min(EACH_FIRST, self.quick_max)
-        """So many quick requests may be open of one tenant, or of one endpoint without."""
         self._ended = 0
 
     def end(self, turn: Turn, now: float, *, answered: bool = True) -> list[Turn]:
@@ -65,7 +63,3 @@ class PacedTurns(Turns):
                 self.each_max = min(self.each_max + max(self.each_max // 4, 1), self.quick_max)
         elif took_s <= OWN_DOING * late_s:
             self.each_max = max(min(self.each_max, self.open) // 2, EACH_MIN)
-
-    def _room(self, part: Part) -> int:
-        room = super()._room(part)
-        return room if part is Part.SLOW else min(room, self.each_max)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.dispatcher")
 
 ROWS_PER_LANE = 32
-"""Or what one of the lanes may send together."""
 BYTES_PER_LANE = 512 << 10
 ROWS_PER_READ = 512
 """What is read is taken in at once, and meanwhile the loop does nothing else."""
@@ -49,9 +48,9 @@ class Reader:
 
     def want(self, lane: OwnedLane, fetch: Fetch) -> None:
         """Read this for the lane some time soon."""
-        home = lane.home
-        rows = max(min(lane.machine.owed, ROWS_PER_LANE), ROWS_PER_READ // LANES_PER_READ)
-        self._wanted.put(home.endpoint.tenant or home.endpoint.id, (lane, fetch), rows)
+        endpoint = lane.home.endpoint
+        rows = max(min(lane.machine.owed, _rows_max(lane)), ROWS_PER_READ // LANES_PER_READ)
+        self._wanted.put(endpoint.tenant or endpoint.id, (lane, fetch), rows)
         self._asked.set()
 
     async def run(self) -> None:
@@ -65,7 +64,7 @@ class Reader:
                 [lane.loaded for lane, _ in wanted],
                 [fetch.floor_batch for _, fetch in wanted],
                 [fetch.after_seq for _, fetch in wanted],
-                max(ROWS_PER_LANE, *(lane.home.endpoint.batch_max or 0 for lane, _ in wanted)),
+                max(_rows_max(lane) for lane, _ in wanted),
                 BYTES_PER_LANE,
             )
             for lane, fetch in wanted:
@@ -79,6 +78,11 @@ class Reader:
                         lane=lane.loaded.name,
                         after=fetch.after_seq,
                     )
+
+
+def _rows_max(lane: OwnedLane) -> int:
+    """What is read for a lane at once: more, if more of it goes together."""
+    return max(ROWS_PER_LANE, lane.home.endpoint.batch_max or 0)
 
 
 def _following(seq: int, rows: Iterable[Delivery | Gone]) -> list[Delivery | Gone]:
