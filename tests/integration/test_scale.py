@@ -110,7 +110,7 @@ class Reads:
 
 
 def lane(lane_id: int, endpoint_id: int, tenant: str | None, owed: int = 1000) -> Any:
-    endpoint = SimpleNamespace(id=UUID(int=endpoint_id), tenant=tenant)
+    endpoint = SimpleNamespace(id=UUID(int=endpoint_id), tenant=tenant, batch_max=None)
     return SimpleNamespace(
         home=SimpleNamespace(endpoint=endpoint, stopped=True),
         loaded=SimpleNamespace(id=lane_id),
