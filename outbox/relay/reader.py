@@ -64,7 +64,7 @@ class Reader:
                 [lane.loaded for lane, _ in wanted],
                 [fetch.floor_batch for _, fetch in wanted],
                 [fetch.after_seq for _, fetch in wanted],
-                max(_rows_max(lane) for lane, _ in wanted),
+                [_rows_max(lane) for lane, _ in wanted],
                 BYTES_PER_LANE,
             )
             for lane, fetch in wanted:

@@ -101,14 +101,14 @@ SELECT lane_id, seq, batch, outbox_id, {EVENT},
                sum(pg_column_size(coalesce(o.payload, x.payload))) OVER (
                    PARTITION BY lane.id ORDER BY d.seq
                    ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS bytes_before
-          FROM unnest($1::bigint[], $2::bigint[], $3::bigint[])
-               AS lane(id, floor_batch, after_seq)
+          FROM unnest($1::bigint[], $2::bigint[], $3::bigint[], $4::int[])
+               AS lane(id, floor_batch, after_seq, rows_max)
          CROSS JOIN LATERAL (
                SELECT batch, seq, outbox_id, replay_id, replay_seq, backfill_id, copy_id,
                       was_backfill_id
                  FROM delivery
                 WHERE lane_id = lane.id AND batch >= lane.floor_batch AND seq > lane.after_seq
-                ORDER BY batch, seq LIMIT $4) d
+                ORDER BY batch, seq LIMIT lane.rows_max) d
           LEFT JOIN LATERAL (
                SELECT committed_after FROM batch WHERE batch = d.batch LIMIT 1) b ON true
           LEFT JOIN LATERAL (
@@ -246,10 +246,10 @@ class LaneStore:
         lanes: Sequence[LoadedLane],
         floor_batches: Sequence[int],
         after_seqs: Sequence[int],
-        limit: int,
+        rows_max: Sequence[int],
         bytes_max: int,
     ) -> dict[int, list[Delivery | Gone]]:
-        """The next deliveries of each lane, at most `limit` of each.
+        """The next deliveries of each lane, of each at most so many.
 
         A lane gets at least one, and further ones until it has `bytes_max` of
         payloads, as they are stored.
@@ -261,7 +261,7 @@ class LaneStore:
             [lane.id for lane in lanes],
             floor_batches,
             after_seqs,
-            limit,
+            rows_max,
             bytes_max,
         ):
             lane = names[r["lane_id"]]

@@ -217,7 +217,7 @@ async def test_large_payloads_are_read_in_small_helpings(database: Database) -> 
     store = LaneStore(await database.connect(**SESSION))
     lanes = await store.lanes([endpoint.id])
     for bytes_max, count in ((1, 1), (500_000, 3), (1 << 30, 30)):
-        rows = await store.deliveries(lanes, [0], [0], 32, bytes_max)
+        rows = await store.deliveries(lanes, [0], [0], [32], bytes_max)
         assert [d.seq for d in rows[lanes[0].id]] == list(range(1, count + 1))
 
 

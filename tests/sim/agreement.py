@@ -198,7 +198,7 @@ class Script:
             loaded,
             [lane.progress.floor_batch for lane in loaded],
             [lane.progress.acked_seq for lane in loaded],
-            3,
+            [3] * len(loaded),
             1 << 20,
         )
         given = {i: [(d.seq, d.batch, d.outbox_id) for d in found] for i, found in rows.items()}
@@ -222,7 +222,7 @@ class Script:
         fetch = machine.fetch()
         if fetch is not None:
             rows = await self._lanes.deliveries(
-                [chosen], [fetch.floor_batch], [fetch.after_seq], 3, 1 << 20
+                [chosen], [fetch.floor_batch], [fetch.after_seq], [3], 1 << 20
             )
             machine.fetched(rows[chosen.id])
         epoch = self._epochs[endpoint_id] - (rng.random() < 0.1)

@@ -291,8 +291,9 @@ async def _lanes_of_all(log: LongLog) -> Case:
     return Case(lanes.READ_LANES, (log.endpoints,), 50_000, 56_000)
 
 
-def _columns(lane_ids: Sequence[int], floor_batch: int, seq: int) -> tuple[Any, ...]:
-    return (list(lane_ids), [floor_batch] * len(lane_ids), [seq] * len(lane_ids))
+def _columns(lane_ids: Sequence[int], *same: int) -> tuple[Any, ...]:
+    """The lanes, and what is the same for all of them."""
+    return (list(lane_ids), *([each] * len(lane_ids) for each in same))
 
 
 async def _tail(log: LongLog) -> Case:
@@ -321,7 +322,7 @@ async def _deliveries(log: LongLog) -> Case:
     owed = (NUMBERS - ACKED) * len(ids)
     return Case(
         lanes.READ_DELIVERIES,
-        (*_columns(ids, batch_of(ACKED + 1), ACKED), 32, 1 << 20),
+        (*_columns(ids, batch_of(ACKED + 1), ACKED, 32), 1 << 20),
         3 * owed,
         3 * FOUR * owed,
         {"delivery": NEWEST, "outbox": NEWEST, "batch": NEWEST},
@@ -339,7 +340,7 @@ async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
     last = batch_of(STUCK + limit + 1) // WIDTHS["delivery"]
     return Case(
         lanes.READ_DELIVERIES,
-        (*_columns(ids, floor, STUCK), limit, 1 << 20),
+        (*_columns(ids, floor, STUCK, limit), 1 << 20),
         3 * limit * len(ids),
         3 * FOUR * limit * len(ids),
         {each: range(first, last + 1) for each in ("delivery", "outbox", "batch")},
@@ -349,7 +350,7 @@ async def _deliveries_of_a_lane_that_stands_still(log: LongLog) -> Case:
 async def _deliveries_of_lanes_that_owe_nothing(log: LongLog) -> Case:
     return Case(
         lanes.READ_DELIVERIES,
-        (*_columns(log.lanes, BATCHES, NUMBERS), 32, 1 << 20),
+        (*_columns(log.lanes, BATCHES, NUMBERS, 32), 1 << 20),
         0,
         3 * LANES * len(NEWEST),
         {"delivery": NEWEST},

@@ -130,7 +130,7 @@ def read_deliveries(
     lane_ids: Sequence[int],
     floors: Sequence[int],
     after: Sequence[int],
-    limit: int,
+    rows_max: Sequence[int],
     bytes_max: int,
 ) -> list[Row]:
     return [
@@ -139,8 +139,8 @@ def read_deliveries(
             "committed_after": seconds(db.batch(g.batch).committed_after),
             **_replayed(db, tx, g),
         }
-        for lane_id, floor, seq in sorted(zip(lane_ids, floors, after, strict=True))
-        for g in _after(db, lane_id, floor, seq)[:limit]
+        for lane_id, floor, seq, most in sorted(zip(lane_ids, floors, after, rows_max, strict=True))
+        for g in _after(db, lane_id, floor, seq)[:most]
     ]
 
 

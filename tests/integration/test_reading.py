@@ -1,0 +1,81 @@
+"""The reader's one connection is everybody's: what a read may be."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.batch import BATCH_MAX
+from outbox.core.steps import Fetch
+from outbox.relay.reader import ROWS_PER_LANE, ROWS_PER_READ, Reader
+from tests.core.lane_tables import delivery
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(eq=False)
+class Reading:
+    """A lane that waits for what it owes."""
+
+    id: int
+    batch_max: int | None
+    got: int = 0
+
+    @property
+    def loaded(self) -> Any:
+        return self
+
+    @property
+    def home(self) -> Any:
+        endpoint = SimpleNamespace(id=self.id % 7, tenant=None, batch_max=self.batch_max)
+        return SimpleNamespace(endpoint=endpoint)
+
+    @property
+    def machine(self) -> Any:
+        return SimpleNamespace(fetched=self.fetched, owed=10_000)
+
+    def fetched(self, rows: Any) -> None:
+        self.got = len(rows)
+
+
+class Full:
+    """Lanes that owe more than anybody asks for; keeps how many rows each read was of."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+
+    async def deliveries(
+        self, lanes: Any, _: Any, __: Any, rows_max: Sequence[int], ___: int
+    ) -> Any:
+        self.reads.append(sum(rows_max))
+        return {
+            lane.id: [delivery(n + 1) for n in range(most)]
+            for lane, most in zip(lanes, rows_max, strict=True)
+        }
+
+
+async def test_who_may_send_much_together_keeps_the_others_waiting_no_longer() -> None:
+    """A read is as large at most as one for lanes that send one by one."""
+    lanes = [Reading(n, (None, 1000, 10)[n % 3]) for n in range(99)]
+    left = set(lanes)
+    store, done = Full(), asyncio.Event()
+
+    def on_rows(lane: Any) -> None:
+        left.discard(lane)
+        if not left:
+            done.set()
+
+    reader = Reader(store, on_rows)  # type: ignore[arg-type]
+    for lane in lanes:
+        reader.want(lane, Fetch(0, 0))  # type: ignore[arg-type]
+    task = asyncio.create_task(reader.run())
+    async with asyncio.timeout(10):
+        await done.wait()
+    task.cancel()
+    # The last one may be the largest there is.
+    assert max(store.reads) < ROWS_PER_READ + BATCH_MAX
+    assert {lane.got for lane in lanes if lane.batch_max != 1000} == {ROWS_PER_LANE}
+    assert {lane.got for lane in lanes if lane.batch_max == 1000} == {1000}
