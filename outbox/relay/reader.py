@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from outbox.core.batch import BATCH_BYTES_MAX
 from outbox.core.round_robin import RoundRobin
+from outbox.core.steps import Gone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from outbox.core.request import Delivery
-    from outbox.core.steps import Fetch, Gone
+    from outbox.core.steps import Fetch
     from outbox.relay.owned import OwnedLane
     from outbox.store.lanes import LaneStore
 
@@ -86,10 +88,18 @@ def _rows_max(lane: OwnedLane) -> int:
 
 
 def _following(seq: int, rows: Iterable[Delivery | Gone]) -> list[Delivery | Gone]:
-    """The rows up to the first hole: what lies behind it must not be sent before it."""
+    """The rows up to the first hole: what lies behind it must not be sent before it.
+
+    As they are stored many large payloads can be small.  Of those no more are kept than go
+    in a request, or than a lane gets that sends one by one.
+    """
     following: list[Delivery | Gone] = []
+    room_bytes = BATCH_BYTES_MAX
     for row in rows:
         if row.seq != seq + len(following) + 1:
+            break
+        room_bytes -= 0 if isinstance(row, Gone) else len(row.payload)
+        if room_bytes < 0 and len(following) >= ROWS_PER_LANE:
             break
         following.append(row)
     return following

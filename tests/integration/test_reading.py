@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.batch import BATCH_MAX
+from outbox.core.batch import BATCH_BYTES_MAX, BATCH_MAX
 from outbox.core.steps import Fetch
 from outbox.relay.reader import ROWS_PER_LANE, ROWS_PER_READ, Reader
 from tests.core.lane_tables import delivery
@@ -44,24 +44,43 @@ class Reading:
 class Full:
     """Lanes that owe more than anybody asks for; keeps how many rows each read was of."""
 
-    def __init__(self) -> None:
+    def __init__(self, payload: bytes = b"{}") -> None:
         self.reads: list[int] = []
+        self._payload = payload
 
     async def deliveries(
         self, lanes: Any, _: Any, __: Any, rows_max: Sequence[int], ___: int
     ) -> Any:
         self.reads.append(sum(rows_max))
-        return {
-            lane.id: [delivery(n + 1) for n in range(most)]
-            for lane, most in zip(lanes, rows_max, strict=True)
-        }
+        rows = [delivery(n + 1)._replace(payload=self._payload) for n in range(max(rows_max))]
+        return {lane.id: rows[:most] for lane, most in zip(lanes, rows_max, strict=True)}
 
 
 async def test_who_may_send_much_together_keeps_the_others_waiting_no_longer() -> None:
     """A read is as large at most as one for lanes that send one by one."""
     lanes = [Reading(n, (None, 1000, 10)[n % 3]) for n in range(99)]
-    left = set(lanes)
-    store, done = Full(), asyncio.Event()
+    store = Full()
+    await read(lanes, store)
+    # The last one may be the largest there is.
+    assert max(store.reads) < ROWS_PER_READ + BATCH_MAX
+    assert {lane.got for lane in lanes if lane.batch_max != 1000} == {ROWS_PER_LANE}
+    assert {lane.got for lane in lanes if lane.batch_max == 1000} == {1000}
+
+
+async def test_payloads_that_are_small_only_as_they_are_stored_are_bounded_in_hand() -> None:
+    """Or what compresses well takes fifty times as much of the relay."""
+    large = b'"%b"' % (b"x" * 20_000)
+    lanes = [Reading(1, 1000), Reading(2, None)]
+    await read(lanes, Full(large))
+    assert [lane.got for lane in lanes] == [BATCH_BYTES_MAX // len(large), ROWS_PER_LANE]
+    # As many as of any lane it may always have.
+    await read(lanes[:1], Full(large * 10))
+    assert lanes[0].got == ROWS_PER_LANE
+
+
+async def read(lanes: Sequence[Reading], store: Full) -> None:
+    """Read once for all of them."""
+    left, done = set(lanes), asyncio.Event()
 
     def on_rows(lane: Any) -> None:
         left.discard(lane)
@@ -75,7 +94,3 @@ async def test_who_may_send_much_together_keeps_the_others_waiting_no_longer() -
     async with asyncio.timeout(10):
         await done.wait()
     task.cancel()
-    # The last one may be the largest there is.
-    assert max(store.reads) < ROWS_PER_READ + BATCH_MAX
-    assert {lane.got for lane in lanes if lane.batch_max != 1000} == {ROWS_PER_LANE}
-    assert {lane.got for lane in lanes if lane.batch_max == 1000} == {1000}
