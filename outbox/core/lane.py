@@ -94,6 +94,7 @@ class Lane:
         "_floor_batch",
         "_free",
         "_head",
+        "_in_hand_bytes",
         "_last_seq",
         "_outdated",
         "_queue",
@@ -138,6 +139,8 @@ class Lane:
         self._blocked = blocked
         self._ended = ended
         self._queue: deque[Delivery | Gone] = deque()
+        # What is in the queue would take in bodies; counted only while some may go together.
+        self._in_hand_bytes = 0
         self._fetched = progress.acked_seq
         self._fetching = False
         # What is in hand is to be read again; an answer on its way is of no use.
@@ -470,6 +473,7 @@ class Lane:
     def batch_up_to(self, batch_max: int | None) -> None:
         """From the next request on, so many deliveries may go together."""
         self._batch_max = batch_max
+        self._in_hand_bytes = sum(map(self._bytes_of, self._queue))
 
     def reread(self) -> None:
         """What is in hand may not be what is stored any more: read it again."""
@@ -492,8 +496,11 @@ class Lane:
             return True
         if self._batch_max is None or in_hand > self._batch_max:
             return False
-        sizes = (element_bytes(each) for each in self._queue if not isinstance(each, Gone))
-        return sum(sizes) <= BATCH_BYTES_MAX
+        return self._in_hand_bytes <= BATCH_BYTES_MAX
+
+    def _bytes_of(self, each: Delivery | Gone) -> int:
+        """What it adds to those in hand."""
+        return 0 if self._batch_max is None or isinstance(each, Gone) else element_bytes(each)
 
     def _together(self, gate: Gate, now: float) -> tuple[Delivery, ...]:
         """What goes in one request: the head, and what may follow it."""
@@ -532,6 +539,7 @@ class Lane:
 
     def _take(self, delivery: Delivery | Gone) -> None:
         self._queue.append(delivery)
+        self._in_hand_bytes += self._bytes_of(delivery)
         self._fetched = delivery.seq
         self._read_from_batch = delivery.batch
         # It may be newer than what was offered.
@@ -541,12 +549,15 @@ class Lane:
         self._outdated = False
         self._stray = self._fetching
         self._queue.clear()
+        self._in_hand_bytes = 0
         self._fetched = self._acked
         self._read_from_batch = self._floor_batch
 
     def _pass(self, seq: int, batch: int, *, delivered: bool) -> None:
         while self._queue and self._queue[0].seq <= seq:
-            batch = self._queue.popleft().batch
+            passed = self._queue.popleft()
+            self._in_hand_bytes -= self._bytes_of(passed)
+            batch = passed.batch
         self._acked = seq
         self._floor_batch = batch
         if seq > self._fetched:

@@ -242,3 +242,32 @@ def test_what_expires_while_a_batch_waits_for_its_turn_does_not_cost_it_the_turn
     assert lane.still(send._replace(delivery=send.batch[1], batch=send.batch[1:]), NOW + 5) is None
     lane.cut(1, "backlog")
     assert lane.still(send, NOW + 1) is None
+
+
+def test_whether_to_read_more_is_known_without_a_look_at_all_that_is_in_hand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked whenever something is sequenced, of each lane."""
+    large = [delivery(n)._replace(payload=b'"%b"' % (b"x" * 100_000)) for n in range(1, 21)]
+    lane = lane_of(*large, batch_max=20)
+    with monkeypatch.context() as patch:
+        patch.setattr("outbox.core.lane.element_bytes", None)
+        assert not lane.runs_dry
+    lane.batch_up_to(None)
+    assert not lane.runs_dry
+    lane.batch_up_to(30)
+    assert not lane.runs_dry
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    (*_, last) = send.batch
+    answer = Answer.of(200, 0.1)
+    lane.batch_answered(
+        send.batch, last.seq, Verdict.DELIVERED, answer, POLICY, started_at=NOW, now=NOW, u=0.5
+    )
+    # More is left than goes in one request, until two of them are gone.
+    assert (20 - last.seq, lane.runs_dry) == (11, False)
+    lane.next(NOW)
+    lane.answered(Verdict.DELIVERED, answer, POLICY, started_at=NOW, now=NOW, u=0.5)
+    lane.next(NOW)
+    lane.answered(Verdict.DELIVERED, answer, POLICY, started_at=NOW, now=NOW, u=0.5)
+    assert lane.runs_dry
