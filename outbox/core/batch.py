@@ -24,7 +24,7 @@ rest is sent again.  So is what a failure leaves, with the same header or withou
 about, and giving up, or counting attempts of, the wrong one would lose it.  So a failed
 batch costs none of them anything: the first that was not accepted is sent alone, and what
 is said to that is about it.  Then batches grow again, each twice as long as the one before,
-which is also how a receiver that is back gets its backlog.
+which is also how a receiver that is back gets its backlog; see `BatchSize`.
 
 For the same reason of an answer to several only what finds the request is kept, not its
 body: that may repeat any of them, also one that is erased later.
@@ -33,6 +33,7 @@ body: that may repeat any of them, also one that is erased later.
 from __future__ import annotations
 
 from hashlib import blake2b
+from math import inf
 from typing import TYPE_CHECKING
 from uuid import UUID
 
@@ -53,6 +54,8 @@ BATCH_MAX = 1000
 """Deliveries in one request, whatever an endpoint asks for."""
 BATCH_BYTES_MAX = 1_000_000
 """Of a body with more than one delivery: what servers take by default is 1 MiB."""
+PATIENCE_MAX = 1024
+"""Batches that are accepted before one as large as those that failed is tried again."""
 ACCEPTED_THROUGH = "X-Accepted-Through"
 LAST_SEQUENCE = "X-Last-Sequence"
 
@@ -63,24 +66,47 @@ _ELEMENT_BYTES, _ESCAPED_BYTES = 640, 6
 
 
 class BatchSize:
-    """How many deliveries a lane may send together at this time."""
+    """How many deliveries a lane may send together at this time.
 
-    __slots__ = ("now", "sent_through_seq")
+    What failed together may have been too much at once: too long for a time-out, too large
+    for a proxy.  So it grows to half of that, and further only when so many batches were
+    accepted: twice as many each time it fails again, or a receiver that takes some at once,
+    and no more, would be asked for more all the time, and each time be left alone for a while.
+    """
+
+    __slots__ = ("_left", "_most", "_patience", "_too_many", "now", "sent_through_seq")
 
     def __init__(self) -> None:
-        self.now = BATCH_MAX
+        self.now = self._most = BATCH_MAX
+        # As many failed, and have not been accepted since.
+        self._too_many = inf
+        self._patience = self._left = 1
         # Up to here somebody may have been sent something already, accepted or not.
         self.sent_through_seq = 0
 
     def accepted(self, last_seq: int, count: int, of: int) -> None:
         """So many of those that were sent were accepted, without a failure."""
         self.sent_through_seq = max(self.sent_through_seq, last_seq)
-        self.now = min(self.now * 2, BATCH_MAX) if count == of else count
+        if count < of:
+            self.now = count
+            return
+        if of >= self._too_many:
+            self._most, self._too_many, self._patience = BATCH_MAX, inf, 1
+        if self.now == self._most < BATCH_MAX:
+            self._left -= 1
+            if self._left <= 0:
+                self._left = self._patience
+                self._most = min(self._most * 2, BATCH_MAX)
+        self.now = min(self.now * 2, self._most)
 
-    def failed(self, last_seq: int) -> None:
+    def failed(self, last_seq: int, of: int = 1) -> None:
         """What was sent, up to this number, failed: the next one goes alone."""
         self.sent_through_seq = max(self.sent_through_seq, last_seq)
         self.now = 1
+        if of > 1:
+            self._most, self._too_many = of // 2, of
+            self._left = self._patience
+            self._patience = min(self._patience * 2, PATIENCE_MAX)
 
 
 def element_bytes(delivery: Delivery) -> int:

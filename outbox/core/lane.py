@@ -404,7 +404,7 @@ class Lane:
             self._batch_size.accepted(batch[-1].seq, len(records), of=len(batch))
             self._busy = None
             return records
-        self._batch_size.failed(batch[-1].seq)
+        self._batch_size.failed(batch[-1].seq, len(batch))
         first, head = batch[len(records)], self._head
         head.attempts += 1
         # Its time begins with the attempt that is its own.

@@ -271,3 +271,34 @@ def test_whether_to_read_more_is_known_without_a_look_at_all_that_is_in_hand(
     lane.next(NOW)
     lane.answered(Verdict.DELIVERED, answer, POLICY, started_at=NOW, now=NOW, u=0.5)
     assert lane.runs_dry
+
+
+def rounds(size: BatchSize, takes: int, count: int) -> list[int]:
+    """The lengths of batches to a receiver that takes no more than so many at once."""
+    sizes = []
+    for _ in range(count):
+        sizes.append(size.now)
+        if size.now > takes:
+            size.failed(1, size.now)
+        else:
+            size.accepted(1, size.now, of=size.now)
+    return sizes
+
+
+@pytest.mark.parametrize("takes", [1, 3, 10, 100])
+def test_who_takes_no_more_than_some_at_once_is_seldom_asked_for_more(takes: int) -> None:
+    size = BatchSize()
+    rounds(size, takes, 100)
+    sizes = rounds(size, takes, 1000)
+    assert sum(each > takes for each in sizes) < 10
+    assert sum(sizes) > 1000 * takes / 4
+    # And when it takes more, it gets more.
+    assert BATCH_MAX in rounds(size, BATCH_MAX, 10_000)
+
+
+def test_a_failure_now_and_then_does_not_keep_batches_small() -> None:
+    size = BatchSize()
+    for _ in range(50):
+        size.failed(1, size.now)
+        sizes = rounds(size, BATCH_MAX, 14)
+    assert sizes[-1] == BATCH_MAX
