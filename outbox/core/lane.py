@@ -34,6 +34,7 @@ from outbox.core.answer import Verdict, of_several, receipt, summary
 from outbox.core.batch import BATCH_BYTES_MAX, BatchSize, element_bytes
 from outbox.core.head import Head
 from outbox.core.request import Delivery
+from outbox.core.statuses import CONFLICT
 from outbox.core.steps import (
     AttemptRow,
     DeadLetter,
@@ -99,6 +100,7 @@ class Lane:
         "_outdated",
         "_queue",
         "_read_from_batch",
+        "_refused_seq",
         "_sent_through_batch",
         "_stalled_since",
         "_stopped",
@@ -123,6 +125,8 @@ class Lane:
         self.id = lane_id
         self._batch_max = batch_max
         self._batch_size = BatchSize()
+        # Tried only together with others, which was answered like something new.
+        self._refused_seq = 0
         for seq, batch, at in sorted(set(tail)):
             # Records are written in order, so the tail has no holes; were
             # there one, sending again is right and skipping would not be.
@@ -265,9 +269,7 @@ class Lane:
             first,
             self._delivered,
             head.attempts + 1,
-            maybe_sent_before=head.attempts > 0
-            or first.batch <= self._sent_through_batch
-            or first.seq <= self._batch_size.sent_through_seq,
+            maybe_sent_before=self._maybe_sent(first),
             lane_ends=self._ended and last_seq == self._last_seq,
             batch=batch,
         )
@@ -385,6 +387,8 @@ class Lane:
                 accepted will be, alone, if it is to blame.
             u: uniform in [0, 1), for the jitter.
         """
+        # Of what nobody can have been sent before, a conflict is about something else.
+        is_refusal = answer.status == CONFLICT and not self._maybe_sent(batch[0])
         answer = of_several(answer)
         told = receipt(answer)
         records: list[Record] = []
@@ -404,8 +408,9 @@ class Lane:
             self._batch_size.accepted(batch[-1].seq, len(records), of=len(batch))
             self._busy = None
             return records
-        self._batch_size.failed(batch[-1].seq, len(batch))
         first, head = batch[len(records)], self._head
+        self._refused_seq = first.seq if is_refusal else 0
+        self._batch_size.failed(first.seq - 1 if is_refusal else batch[-1].seq, len(batch))
         head.attempts += 1
         # Its time begins with the attempt that is its own.
         head.last_answer = summary(answer)
@@ -488,6 +493,15 @@ class Lane:
         self._stopped = True
 
     # ---------------------------------------------------------------- inside
+
+    def _maybe_sent(self, first: Delivery) -> bool:
+        """Whether a receiver may have the next one already, by which it explains a conflict."""
+        was_tried = self._head.attempts > 0 and first.seq != self._refused_seq
+        return (
+            was_tried
+            or first.batch <= self._sent_through_batch
+            or first.seq <= self._batch_size.sent_through_seq
+        )
 
     def _is_low(self) -> bool:
         """Whether it is time to ask for more, so that the next request need not wait for it."""

@@ -15,6 +15,7 @@ from outbox.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CONFLICT = 409
 GONE = 410
 
 _ITEM = re.compile(r"([1-5])xx|([1-5][0-9]{2})(?:-([1-5][0-9]{2}))?", re.ASCII | re.IGNORECASE)

@@ -334,6 +334,10 @@ class World(Watch):
         if part is not None and (is_success or received) and status is not None:
             headers = (("X-Accepted-Through", str(first - 1 + part)),)
         self.now += after_s
+        if status == 409 and not send.maybe_sent_before:
+            # It refuses something new; what it has of it, it says.
+            for seq in self._new:
+                del self._sent[seq]
         if status is None:
             answer = Answer.failed(Failure.TIMEOUT, "", 0.1)
         else:

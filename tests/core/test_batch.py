@@ -23,6 +23,7 @@ from outbox.core.lane import Lane
 from outbox.core.request import body_of, prepare
 from outbox.core.steps import Fetch, Gone, Progress, Send
 from tests.core.lane_promises import POLICY
+from tests.core.lane_steps import BUSY
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
 
 NOW = EPOCH_S
@@ -302,3 +303,26 @@ def test_a_failure_now_and_then_does_not_keep_batches_small() -> None:
         size.failed(1, size.now)
         sizes = rounds(size, BATCH_MAX, 14)
     assert sizes[-1] == BATCH_MAX
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_conflict_is_a_refusal_of_what_nobody_was_sent_before(is_known: bool) -> None:
+    """Though it went in company first: or what is refused with 409 is lost as delivered."""
+    lane = Lane(7, Progress(), (), 2, int(is_known), batch_max=3)
+    lane.next(NOW)
+    lane.fetched([delivery(1), delivery(2)])
+    send = lane.next(NOW)
+    assert isinstance(send, Send)
+    conflict, policy = Answer.of(409, 0.1), POLICY
+    (record,) = lane.batch_answered(
+        send.batch, 0, Verdict.REFUSED, conflict, policy, started_at=NOW, now=NOW, u=0.5
+    )
+    lane.recorded(record)
+    alone = lane.next(NOW)
+    assert isinstance(alone, Send)
+    assert (alone.attempt, alone.maybe_sent_before) == (2, is_known)
+    lane.recorded(lane.answered(Verdict.RETRY, BUSY, policy, started_at=NOW, now=NOW, u=0.5))
+    # Now it was sent alone, and may be there.
+    later = lane.next(NOW + 1e4)
+    assert isinstance(later, Send)
+    assert later.maybe_sent_before
