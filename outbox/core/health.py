@@ -72,6 +72,10 @@ class HealthRecord:
     last_answer: dict[str, Any] | None = None
 
 
+# By name, because each delivery asks: Python 3.11 takes far longer to find the members.
+_HEALTHY, _OPEN, _DELIVERED = State.HEALTHY, Gate.OPEN, Verdict.DELIVERED
+
+
 class Health:
     """The state machine of one endpoint, over all its lanes.
 
@@ -159,8 +163,8 @@ class Health:
             self._waiting[lane_id] = None
             return Gate.SHUT
         if lane_id not in self._turns:
-            if self._state is State.HEALTHY:
-                return Gate.OPEN
+            if self._state is _HEALTHY:
+                return _OPEN
             if lane_id in self._waiting or self._waiting or self._places(now) < 1:
                 self._waiting[lane_id] = None
                 return Gate.SHUT
@@ -224,7 +228,7 @@ class Health:
             retry_after_s: how long it asks to be left alone.
         """
         self._in_flight -= 1
-        if verdict is Verdict.DELIVERED:
+        if verdict is _DELIVERED:
             self._succeeded(now)
             return verdict
         if gone:
@@ -242,6 +246,8 @@ class Health:
             return  # It was sent before the receiver asked to be left alone.
         # Were the clock set back, it would hold once more.
         self._held_until = 0.0
+        if self._state is _HEALTHY:
+            return
         if self._state in (State.FAILING, State.REFUSING):
             self._recover(now)
         elif self._state is State.RECOVERING:
