@@ -20,6 +20,7 @@ from benchmarks import (
     latency,
     memory,
     pages,
+    profile,
     receiving,
     replays,
     replicas,
@@ -87,7 +88,15 @@ usage, 3 it could not run.
     show_default="benchmarks/results",
     help="Where table and picture go.",
 )
-def main(quick: bool, only: list[str], rounds: int | None, as_json: bool, out: Path) -> None:
+@click.option(
+    "--profile",
+    "profiled",
+    is_flag=True,
+    help="Instead, draw where a relay's processor time goes, into profile.svg.",
+)
+def main(
+    quick: bool, only: list[str], rounds: int | None, as_json: bool, out: Path, profiled: bool
+) -> None:
     """Measure the relay beside what it is built on, and beside others.
 
     Starts a PostgreSQL, receivers, clients and relays of its own on this
@@ -99,6 +108,10 @@ def main(quick: bool, only: list[str], rounds: int | None, as_json: bool, out: P
     """
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     try:
+        if profiled:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "profile.svg").write_text(asyncio.run(_profile(quick=quick)), "utf-8")
+            return
         rows, facts = asyncio.run(_measure(only, rounds, quick=quick))
     except OutboxError as error:
         click.echo(f"bench: {error}", err=True)
@@ -122,6 +135,12 @@ async def _measure(
         for name in only:
             rows += await SECTIONS[name](set_up, rounds, quick=quick)
         return rows, machine(set_up.server.embedded.version)
+
+
+async def _profile(*, quick: bool) -> str:
+    async with stage(lambda line: click.echo(line, err=True)) as set_up:
+        tree, requests = await profile.measure(set_up, quick=quick)
+        return profile.draw(tree, machine(set_up.server.embedded.version), requests)
 
 
 def _tell(rows: Sequence[Row]) -> None:

@@ -21,6 +21,7 @@ from benchmarks import (
     hostile,
     latency,
     memory,
+    profile,
     receiving,
     replicas,
     watched,
@@ -171,3 +172,22 @@ def test_an_unknown_section_is_wrong_usage() -> None:
         "choose from deliveries, peers, watched, commits, latency, replays, memory, replicas"
         in ended.stderr
     )
+
+
+def test_a_profile_is_drawn_of_a_relay_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "QUICK_REQUESTS", 500)
+    ended = CliRunner().invoke(bench.main, ["--profile", "--quick", "--out", str(tmp_path)])
+    assert ended.exit_code == 0, ended.output
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.svg"]
+    picture = ElementTree.parse(tmp_path / "profile.svg")  # noqa: S314 (our own)
+    titles = [each.text or "" for each in picture.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(title.startswith("Dispatcher._send (outbox/relay/") for title in titles)
+
+
+def test_boxes_of_a_profile_are_as_wide_as_their_shares_and_stand_below_their_callers() -> None:
+    tree = profile.grown(["30 a.py:f;b.py:g", "10 a.py:f", "60 c.py:h", "0 c.py:h;d.py:never"])
+    assert tree.times == 100
+    placed = [(box.name, box.times, before, row) for box, before, row in profile.placed(tree)]
+    assert placed == [("c.py:h", 60, 0, 0), ("a.py:f", 40, 60, 0), ("b.py:g", 30, 60, 1)]
