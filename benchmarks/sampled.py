@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 EVERY_S = 0.001
-"""Of processor time."""
+"""Of processor time, or as often as the system's clock ticks."""
 LOOP = "asyncio/runners.py"
 """Whatever began below this is how every program begins."""
 ROOTS = tuple(f"{path}/" for path in sorted(sys.path, key=len, reverse=True) if path)
