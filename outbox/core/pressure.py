@@ -27,8 +27,10 @@ LATE_S = 0.005
 """The loop is late by more than this when it has too much to do at once."""
 OWN_DOING = 3
 """Requests take long because of the loop if that is at most so many times what it is late by."""
-EACH_FIRST, EACH_MIN = 32, 4
+EACH_FIRST, EACH_MIN = 32, 2
 """Open at once for anybody: at first, and however late the loop is."""
+OPEN_MIN = 16
+"""So many keep the loop busy, even if what it was late by is another process's doing."""
 
 
 class PacedTurns(Turns):
@@ -61,5 +63,5 @@ class PacedTurns(Turns):
         if late_s <= LATE_S:
             if self.waiting:
                 self.each_max = min(self.each_max + max(self.each_max // 4, 1), self.quick_max)
-        elif took_s <= OWN_DOING * late_s:
+        elif took_s <= OWN_DOING * late_s and self.open > OPEN_MIN:
             self.each_max = max(min(self.each_max, self.open) // 2, EACH_MIN)
