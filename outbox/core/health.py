@@ -42,7 +42,11 @@ FAILURES_MAX = 5
 REFUSALS_MAX = 10
 """So many refusals in a row, of as many deliveries, are a storm."""
 PROBE_MIN_S, PROBE_MAX_S = 1.0, 60.0
-"""Bounds of the time between probes, which doubles and has full jitter."""
+"""Bounds of the time between probes, which grows and has full jitter."""
+PROBE_SHARE = 0.1
+"""The time between probes, of how long it has been out of order: so its end is noticed soon
+for how long it was, however unlucky the last probes before it.  Doubling would wait for as
+long again as the whole outage was."""
 
 
 class State(StrEnum):
@@ -92,7 +96,6 @@ class Health:
         "_misses",
         "_paused",
         "_probe_at",
-        "_probes",
         "_refusals",
         "_since",
         "_state",
@@ -117,7 +120,6 @@ class Health:
         self._failures = 0
         self._refusals = 0
         # Of failing and refusing: a new owner may look at once.
-        self._probes = 0
         self._probe_at = 0.0
         # Of recovering.
         self._width = 1
@@ -317,14 +319,12 @@ class Health:
     def _probed(self, now: float, u: float) -> None:
         """One more answer like those before; what began earlier is no probe."""
         if self._in_flight == 0:
-            self._probes += 1
-            self._probe_at = now + _probe_delay_s(self._probes, u)
+            self._probe_at = now + _probe_delay_s(now - self._since, u)
 
     def _open(self, state: State, now: float, u: float, answer: dict[str, Any] | None) -> None:
         self._enter(state, now, answer)
         self._turns.clear()
-        self._probes = 0
-        self._probe_at = now + _probe_delay_s(0, u)
+        self._probe_at = now + _probe_delay_s(0.0, u)
 
     def _answered_in_recovery(self, now: float, *, failed: bool) -> None:
         """A round is as many answers as lanes are allowed; most of them decide."""
@@ -357,6 +357,6 @@ class Health:
         self._last_answer = answer
 
 
-def _probe_delay_s(probes: int, u: float) -> float:
+def _probe_delay_s(bad_for_s: float, u: float) -> float:
     """Full jitter, and never nothing."""
-    return (1.0 - u) * min(PROBE_MIN_S * 2.0 ** min(probes, 30), PROBE_MAX_S)
+    return (1.0 - u) * min(max(PROBE_MIN_S, bad_for_s * PROBE_SHARE), PROBE_MAX_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from outbox.core.answer import Verdict
@@ -35,13 +37,13 @@ def answers(health: Health, *verdicts: Verdict, now: float = NOW, u: float = 0.0
     return got
 
 
-def in_state(state: State) -> Health:
+def in_state(state: State, u: float = 0.0) -> Health:
     """One that came to its state a moment ago, with nothing in flight."""
     health = Health()
     if state is REFUSING:
-        answers(health, *[REFUSED] * REFUSALS_MAX)
+        answers(health, *[REFUSED] * REFUSALS_MAX, u=u)
     elif state is not HEALTHY:
-        answers(health, *[FAILED] * FAILURES_MAX)
+        answers(health, *[FAILED] * FAILURES_MAX, u=u)
     if state is RECOVERING:
         answers(health, OK)
     assert health.state is state
@@ -109,25 +111,52 @@ def test_who_looks_sees_since_when_and_by_which_answer() -> None:
 # -------------------------------------------------------------------- probes
 
 
-@pytest.mark.parametrize("state", [FAILING, REFUSING])
-@pytest.mark.parametrize("u", [0.0, 0.25, 0.999_999])
-def test_the_time_between_probes_doubles_up_to_its_bound(state: State, u: float) -> None:
-    health = Health()
-    bad = FAILED if state is FAILING else REFUSED
-    answers(health, *[bad] * (FAILURES_MAX if state is FAILING else REFUSALS_MAX), u=u)
-    now, delays = NOW, []
-    for _ in range(40):
-        assert health.ask(1, now) is SHUT
-        at = health.wake_at()
-        assert at is not None
-        delays.append(at - now)
-        now = at
-        assert health.wake(at - 1e-6) == []
+def probes(health: Health, bad: Verdict, u: float, seconds: float) -> list[float]:
+    """When it is probed in so many seconds, if every probe is answered badly at once."""
+    now, at = NOW, []
+    assert health.ask(1, now) is SHUT
+    while True:
+        due = health.wake_at()
+        assert due is not None
+        if due > NOW + seconds:
+            return at
+        assert health.wake(due - 1e-6) == []
+        now = due
         assert sent(health, now) == [1]
         health.answered(bad, now, u)
-    expected = [min(2.0**n, PROBE_MAX_S) * (1 - u) for n in range(40)]
-    assert delays == pytest.approx(expected, rel=0.05)
-    assert min(delays) > 0
+        assert health.ask(1, now) is SHUT
+        at.append(now)
+
+
+@pytest.mark.parametrize("state", [FAILING, REFUSING])
+@pytest.mark.parametrize("u", [0.0, 0.25, 0.9])
+def test_the_end_of_an_outage_is_noticed_within_a_tenth_of_its_length(
+    state: State, u: float
+) -> None:
+    """Never sooner than its jitter says, within a second at first, and within a minute at last."""
+    at = [NOW, *probes(in_state(state, u), FAILED if state is FAILING else REFUSED, u, 3600)]
+    for before, after in pairwise(at):
+        longest = min(max(1.0, (before - NOW) / 10), PROBE_MAX_S)
+        assert after - before == pytest.approx((1 - u) * longest, rel=0.01)
+
+
+def test_a_long_outage_is_probed_no_more_often_than_it_needs() -> None:
+    assert len(probes(in_state(FAILING, 0.5), FAILED, 0.5, 60)) < 70
+    assert len(probes(in_state(FAILING, 0.5), FAILED, 0.5, 3600)) < 250
+
+
+def test_a_probe_is_never_at_once() -> None:
+    at = [NOW, *probes(in_state(FAILING, 0.999_999), FAILED, 0.999_999, 0.0001)]
+    assert len(at) > 2
+    assert all(after > before for before, after in pairwise(at))
+
+
+def test_a_new_owner_goes_on_with_probes_as_rare_as_the_outage_is_long() -> None:
+    health = Health(HealthRecord(FAILING, NOW - 100))
+    assert gates(health, 1) == [PROBE]
+    health.answered(FAILED, NOW, 0.0)
+    assert health.ask(1, NOW) is SHUT
+    assert health.wake_at() == NOW + 10
 
 
 @pytest.mark.parametrize("state", [FAILING, REFUSING])
