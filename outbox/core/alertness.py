@@ -32,8 +32,8 @@ WAITING_MAX, CROWD_S = 2, 1.0
 notify for so long: they commit one at a time then, however slow the disk is."""
 STEADY_S = 1.0
 """Events have to come for so long before anything is tried: what swells is not held up."""
-TRIED_FROM = 100
-"""So many events in a window are worth it."""
+BUSY_SHARE = 0.3
+"""So much of the time has to go into batches: producers are held up by no more than that."""
 TRIAL_EVENTS, GAIN = 32, 1.5
 """A trial lasts as long as so many events did before; so many times as many have to come."""
 AGAIN_S, AGAIN_S_MAX = 10.0, 640.0
@@ -64,6 +64,9 @@ class Alertness:
         # When how many were found, and how many that is together.
         self._found: deque[tuple[float, int]] = deque()
         self._events = 0
+        # How long batches of the window took, and how long that is together.
+        self._took: deque[tuple[float, float]] = deque()
+        self._busy_s = 0.0
         # Since when the window has not been empty.
         self._busy_since = 0.0
         self._crowd_until = 0.0
@@ -90,6 +93,11 @@ class Alertness:
         elif self._worth_trying(now):
             self._trial = _Trial(self._events / WINDOW_S, now)
 
+    def took(self, now: float, seconds: float) -> None:
+        """A batch was found, worked out and written in so many seconds."""
+        self._took.append((now, seconds))
+        self._busy_s += seconds
+
     def looks_by_itself(self, now: float) -> bool:
         """Whether producers are not asked to notify."""
         return self.rests(now) or now < self._crowd_until
@@ -104,7 +112,8 @@ class Alertness:
         return (
             now >= self._try_at
             and now - self._busy_since >= STEADY_S
-            and TRIED_FROM <= self._events < self._thick_events
+            and self._events < self._thick_events
+            and self._busy_s >= BUSY_SHARE * WINDOW_S
         )
 
     def _judge(self, now: float) -> None:
@@ -124,3 +133,5 @@ class Alertness:
     def _forget(self, now: float) -> None:
         while self._found and now - self._found[0][0] >= WINDOW_S:
             self._events -= self._found.popleft()[1]
+        while self._took and now - self._took[0][0] >= WINDOW_S:
+            self._busy_s -= self._took.popleft()[1]

@@ -126,8 +126,12 @@ class Sequencer:
                     await self._stand_by()
                     continue
                 self._on_lead(True)
+                began_at = asyncio.get_running_loop().time()
                 turn = await self.turn()
                 self._looked()
+                if turn is Turn.MOVED:
+                    now = asyncio.get_running_loop().time()
+                    self._alertness.took(now, now - began_at)
                 if turn is Turn.IDLE and not (self._asleep_until or self._looks_by_itself()):
                     turn = await self._fall_asleep()
             except CursorBroken as broken:

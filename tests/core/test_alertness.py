@@ -24,15 +24,17 @@ class Site:
     Args:
         woken_per_s, rested_per_s: events a second, as long as the sequencer is woken for
             each, and as long as it rests.
+        batch_s: what a batch takes.
     """
 
-    def __init__(self, woken_per_s: float, rested_per_s: float) -> None:
+    def __init__(self, woken_per_s: float, rested_per_s: float, batch_s: float = 0.001) -> None:
         self.alertness = Alertness(THICK)
         self.now = 0.0
         self.events = 0
         self.rested_s = 0.0
         self._woken_per_s = woken_per_s
         self._rested_per_s = rested_per_s
+        self._batch_s = batch_s
         self._owed = 0.0
 
     def run(self, seconds: float) -> Site:
@@ -48,12 +50,15 @@ class Site:
             self.events += found
             if found:
                 self.alertness.found(self.now, found, 0)
+                self.alertness.took(self.now, self._batch_s)
         return self
 
 
-def test_nobody_rests_who_has_hardly_anything_to_do() -> None:
-    assert Site(100, 100).run(60).rested_s == 0
-    assert not Site(100, 100).run(60).alertness.looks_by_itself(60)
+@pytest.mark.parametrize(("per_s", "batch_s"), [(100, 0.001), (250, 0.001), (15, 0.01)])
+def test_nobody_rests_who_has_hardly_anything_to_do(per_s: float, batch_s: float) -> None:
+    site = Site(per_s, per_s, batch_s).run(60)
+    assert site.rested_s == 0
+    assert not site.alertness.looks_by_itself(site.now)
 
 
 @pytest.mark.parametrize("per_s", [THICK / WINDOW_S * 1.05, 50_000])
@@ -85,14 +90,19 @@ def test_nobody_notifies_while_producers_wait_for_each_other() -> None:
     assert not alertness.looks_by_itself(1.0 + CROWD_S)
 
 
-@pytest.mark.parametrize(("woken", "rested"), [(700, 1450), (300, 600), (1000, 1700)])
-def test_who_is_held_up_is_left_alone_soon_and_for_good(woken: float, rested: float) -> None:
-    site = Site(woken, rested).run(3)
+@pytest.mark.parametrize(
+    ("woken", "rested", "batch_s"),
+    [(700, 1450, 0.001), (400, 650, 0.001), (1000, 1700, 0.001), (150, 300, 0.003)],
+)
+def test_who_is_held_up_is_left_alone_soon_and_for_good(
+    woken: float, rested: float, batch_s: float
+) -> None:
+    site = Site(woken, rested, batch_s).run(3)
     assert site.run(60).rested_s > 58
     assert site.events > 0.98 * 60 * rested
 
 
-@pytest.mark.parametrize("per_s", [250, 700, 1000])
+@pytest.mark.parametrize("per_s", [350, 700, 1000])
 def test_who_writes_no_more_for_it_is_hardly_ever_tried(per_s: float) -> None:
     site = Site(per_s, per_s).run(60)
     assert 0 < site.rested_s < 0.015 * 60
@@ -112,6 +122,7 @@ def test_events_that_come_by_chance_are_hardly_ever_taken_for_held_up() -> None:
             next_at += rng.expovariate(1000)
         if found:
             alertness.found(now, found, 0)
+            alertness.took(now, 0.001)
     assert 0 < rested_s < 0.004 * 200
 
 
