@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from benchmarks import (
     hostile,
     latency,
     memory,
+    million,
+    outage,
     pages,
     profile,
     receiving,
@@ -48,6 +51,8 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "latency": latency.measure,
     "replays": replays.measure,
     "memory": memory.measure,
+    "million": million.measure,
+    "outage": outage.measure,
     "replicas": replicas.measure,
     "failover": failover.measure,
     "commands": commands.measure,
@@ -75,11 +80,22 @@ Exit codes: 0 every target that was measured is met, 1 one is missed, 2 wrong
 usage, 3 it could not run.
 """
 )
-@click.option("--quick", is_flag=True, help="Small numbers, one round: only to see it work.")
+@click.option("--quick", is_flag=True, help="Short: small numbers, one round, only to see it work.")
+@click.option("--full", is_flag=True, help=f"Full: {million.FULL_DELIVERIES:,} in `million`.")
 @click.option(
     "--only", callback=_sections, metavar="NAMES", help=f"Of {','.join(SECTIONS)}; default: all."
 )
 @click.option("--rounds", type=click.IntRange(1, 100), help=f"Default: {ROUNDS}.")
+@click.option(
+    "--deliveries",
+    type=click.IntRange(10_000, 100_000_000),
+    help=f"In the section `million`; default: {million.DELIVERIES:,}.",
+)
+@click.option(
+    "--dsn",
+    help="An empty database of a PostgreSQL that is yours to put under load; the role makes "
+    "others beside it, and drops them. Default: an embedded one.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One line of JSON on stdout.")
 @click.option(
     "--out",
@@ -95,30 +111,48 @@ usage, 3 it could not run.
     help="Instead, draw where a relay's processor time goes, into profile.svg.",
 )
 def main(
-    quick: bool, only: list[str], rounds: int | None, as_json: bool, out: Path, profiled: bool
+    quick: bool,
+    full: bool,
+    only: list[str],
+    rounds: int | None,
+    deliveries: int | None,
+    dsn: str | None,
+    as_json: bool,
+    out: Path,
+    profiled: bool,
 ) -> None:
     """Measure the relay beside what it is built on, and beside others.
 
     Starts a PostgreSQL, receivers, clients and relays of its own on this
-    machine, and ends all of them. Takes an hour, with --quick three minutes.
+    machine, and ends all of them. Takes an hour and a half; with --quick some
+    minutes, with --full half an hour more.
+
+    The PostgreSQL is the newest one that is embedded. OUTBOX_PG_BIN names the
+    directory of another one's programs, --dsn one that runs.
 
     The section "peers" fetches PgQueuer, procrastinate, graphile-worker and pg-boss, and a
     Node for the latter two, in pinned versions into build/ the first time. Whatever cannot be
     had is not measured, and the table says why. With nginx here, that is the receiver.
     """
+    if quick and full:
+        raise click.UsageError("--quick and --full: choose one")
+    if full:
+        deliveries = deliveries or million.FULL_DELIVERIES
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     try:
         if profiled:
             out.mkdir(parents=True, exist_ok=True)
             (out / "profile.svg").write_text(asyncio.run(_profile(quick=quick)), "utf-8")
             return
-        rows, facts = asyncio.run(_measure(only, rounds, quick=quick))
+        measured = _measure(only, rounds, quick=quick, dsn=dsn, deliveries=deliveries)
+        rows, facts, pictures = asyncio.run(measured)
     except OutboxError as error:
         click.echo(f"bench: {error}", err=True)
         sys.exit(error.exit_code)
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.md").write_text(table(rows, facts, rounds=rounds, quick=quick), "utf-8")
-    (out / "results.svg").write_text(draw(rows, facts), "utf-8")
+    for name, picture in {"results.svg": draw(rows, facts), **pictures}.items():
+        (out / name).write_text(picture, "utf-8")
     if as_json:
         told = {"machine": facts, "rounds": rounds, "rows": [row.as_json() for row in rows]}
         click.echo(orjson.dumps(told).decode())
@@ -128,19 +162,20 @@ def main(
 
 
 async def _measure(
-    only: Sequence[str], rounds: int, *, quick: bool
-) -> tuple[list[Row], dict[str, str]]:
+    only: Sequence[str], rounds: int, *, quick: bool, dsn: str | None, deliveries: int | None
+) -> tuple[list[Row], dict[str, str], dict[str, str]]:
     rows: list[Row] = []
-    async with stage(lambda line: click.echo(line, err=True)) as set_up:
+    say = partial(click.echo, err=True)
+    async with stage(say, dsn=dsn, deliveries=deliveries) as set_up:
         for name in only:
             rows += await SECTIONS[name](set_up, rounds, quick=quick)
-        return rows, machine(set_up.server.embedded.version)
+        return rows, machine(set_up.told), set_up.pictures
 
 
 async def _profile(*, quick: bool) -> str:
     async with stage(lambda line: click.echo(line, err=True)) as set_up:
         tree, requests = await profile.measure(set_up, quick=quick)
-        return profile.draw(tree, machine(set_up.server.embedded.version), requests)
+        return profile.draw(tree, machine(set_up.told), requests)
 
 
 def _tell(rows: Sequence[Row]) -> None:

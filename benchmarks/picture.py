@@ -53,6 +53,8 @@ AXES = {
     "watched": "share of what the same relay does watched by nobody; more is better",
     "commits": "commits per second beside another way's; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
+    "million": "times the same at the beginning",
+    "outage": "times what the other takes or reaches; less is better",
     "failover": "leases from kill -9; less is better",
     "replays": "times the latency without a replay; less is better",
     "replicas": "times a single replica's CPU, or its renewals; less is better",
@@ -67,7 +69,7 @@ AXES = {
 }
 LONGEST = {"peers": 8.0}
 """Where a bar ends that would leave the others no room: some peers are much slower."""
-SEVERAL = ("commits", "peers", "peers-latency")
+SEVERAL = ("commits", "peers", "peers-latency", "outage")
 """Sections in which one figure of ours stands beside several."""
 
 

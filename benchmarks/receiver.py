@@ -3,9 +3,13 @@
 A process of its own, told what to expect by JSON lines on stdin.  It ends when
 stdin does.  One line is answered by one line, when everything has come:
 
-    {"expect": 1000, "keep": false, "delay_s": 0}
+    {"expect": 1000, "keep": false, "delay_s": 0, "every": 0}
     {"per_s": 8123.4}                                or, with keep,
     {"arrived": {"17": 123456789}}                   payload's n: monotonic ns
+
+With `every`, so many requests are told of at a time, and nothing at the end:
+
+    {"so_far": 2000, "at": 123456789}                monotonic ns
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ try:
 except ImportError:  # Windows
     uvloop = None  # type: ignore[assignment]
 
-ANSWER = b"HTTP/1.1 204 No Content\r\n\r\n"
+TAKEN = b"HTTP/1.1 204 No Content\r\n\r\n"
 # The first and the last requests tell of starting and of lanes that ended early.
 FROM_SHARE, TO_SHARE = 0.05, 0.9
 
@@ -35,8 +39,9 @@ class Receiver:
     """What is expected, and what has come."""
 
     def __init__(self) -> None:
+        self.answer = TAKEN
         self.delay_s = 0.0
-        self._expected = 0
+        self._expected = self._every = 0
         self._times = array("q")
         self._bodies: list[bytes] | None = None
         self._unread = b""
@@ -51,7 +56,7 @@ class Receiver:
         for line in lines:
             asked = orjson.loads(line)
             self.delay_s = asked["delay_s"]
-            self._expected = asked["expect"]
+            self._expected, self._every = asked["expect"], asked["every"]
             self._times = array("q")
             self._bodies = [] if asked["keep"] else None
 
@@ -64,7 +69,10 @@ class Receiver:
             self._times.append(now)
         if self._bodies is not None:
             self._bodies.append(body)
-        if len(self._times) >= self._expected and not is_complete:
+        if self._every:
+            if len(self._times) % self._every == 0:
+                say({"so_far": len(self._times), "at": self._times[-1]})
+        elif len(self._times) >= self._expected and not is_complete:
             say(self._report())
 
     def _report(self) -> dict[str, Any]:
@@ -109,7 +117,7 @@ class Connection(asyncio.Protocol):
     def _answer(self) -> None:
         if self._transport.is_closing():  # A client that was ended meanwhile.
             return
-        self._transport.write(ANSWER)
+        self._transport.write(self._receiver.answer)
 
 
 def _number(head: bytes, name: bytes) -> int | None:

@@ -12,7 +12,6 @@ import psutil
 from benchmarks.commits import find_pgbench
 from benchmarks.peers import contestants as peers
 from benchmarks.stage import cores
-from tests.support.postgres import memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +62,24 @@ TITLES = {
     "memory": (
         "Memory",
         "Highest resident size of the relay process, more than that of one with nothing to do.",
+    ),
+    "million": (
+        "Millions of deliveries",
+        "One relay, one endpoint of 64 lanes; events are written while they are delivered, with a "
+        "bounded backlog. The last fifth beside the first, the relay's resident size after the "
+        "last tenth beside that after the first, and all tables: before, when all is delivered, "
+        "and when everything was kept long enough, which retention is told to be at once.",
+    ),
+    "outage": (
+        "After an outage",
+        "A receiver answers 503 for 30 s, in which 50,000 events gather; then it is well and takes "
+        "20 ms for each. The highest rate is of a tenth of a second, all the while; the time to "
+        "recover is from the outage's end to the last delivery; "
+        "[outage.svg](outage.svg) shows both. The relay (64 lanes) stands beside clients of the "
+        "benchmark's own, because no setting makes the relay retry like that: 64 at a time over "
+        "the same transport, each delivery retried by itself, from memory and in no order, after "
+        "5 s again and again; after 5 s and then twice as long each time, up to a minute; and "
+        "with full jitter on that, which is the relay's policy here, too.",
     ),
     "failover": (
         "Fail-over",
@@ -129,8 +146,7 @@ def machine(postgres: str) -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB",
         "system": f"{platform.system()} {platform.machine()}",
         "Python": platform.python_version(),
-        "PostgreSQL": f"{postgres}, fsync and synchronous_commit on, data "
-        + ("in memory" if memory() else "on disk"),
+        "PostgreSQL": postgres,
         **{name: found for name, found in packages.items() if found},
     }
 

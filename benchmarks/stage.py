@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
+from benchmarks.given import GivenServer, given
 from outbox.core.endpoint import EndpointSettings
 from outbox.core.ownership import preferred
+from outbox.core.retry import STANDARD
 from outbox.embedded.launch import command
 from outbox.errors import CannotRun
 from outbox.store import endpoint_changes
-from tests.support.postgres import SCHEMA, Database, Server
+from tests.support.postgres import SCHEMA, Database, Server, memory
 from tests.support.process import RelayProcess, environment, relay_process
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
+    from outbox.core.retry import RetryPolicy
     from outbox.embedded import Setting
 
 # Everything that makes a commit durable is on.  In memory it costs next to
@@ -128,11 +131,17 @@ class Stage:
     certificate: Path | None
     directory: Path
     say: Callable[[str], None]
+    deliveries: int | None = None
+    """Of the section that makes millions, if somebody said how many."""
+    pictures: dict[str, str] = field(default_factory=dict)
+    """What sections draw beside the one of all figures, by the name of the file."""
     _relays: int = field(default=0)
 
-    def expect(self, requests: int, *, delay_s: float = 0.0, keep: bool = False) -> None:
+    def expect(
+        self, requests: int, *, delay_s: float = 0.0, keep: bool = False, every: int = 0
+    ) -> None:
         """Tell the receiver how many requests will come."""
-        self.receiver.tell(expect=requests, delay_s=delay_s, keep=keep)
+        self.receiver.tell(expect=requests, delay_s=delay_s, keep=keep, every=every)
 
     def trusting(self) -> dict[str, str]:
         """The environment in which our certificate is trusted."""
@@ -157,9 +166,20 @@ class Stage:
                 await self.until_owned(database, relay)
             yield relay
 
+    @property
+    def told(self) -> str:
+        """Which PostgreSQL this is, for the table."""
+        if isinstance(self.server, GivenServer):
+            return f"{self.server.version}, not embedded"
+        where = "in memory" if memory() else "on disk"
+        return f"{self.server.version}, fsync and synchronous_commit on, data {where}"
+
     @asynccontextmanager
     async def durable(self) -> AsyncIterator[Server]:
-        """A second server, whose commits wait for a real disk."""
+        """A server whose commits wait for a real disk: a second one, or the one that was named."""
+        if isinstance(self.server, GivenServer):
+            yield self.server
+            return
         server = Server(None, POSTGRES_SETTINGS, on_disk=True)
         async with server.embedded:
             yield server
@@ -250,9 +270,12 @@ async def add_endpoint(
     name: str = "receiver",
     types: tuple[str, ...] = (),
     batch_max: int | None = None,
+    retry: RetryPolicy = STANDARD,
 ) -> None:
     """An endpoint; without types it gets everything."""
-    settings = EndpointSettings(name=name, url=url, lanes=lanes, types=types, batch_max=batch_max)
+    settings = EndpointSettings(
+        name=name, url=url, lanes=lanes, types=types, batch_max=batch_max, retry=retry
+    )
     await endpoint_changes.add(connection, SCHEMA, settings, actor="bench")
 
 
@@ -263,22 +286,35 @@ async def add_endpoints(connection: Connection[Any], url: str, number: int) -> N
 
 
 @asynccontextmanager
-async def stage(say: Callable[[str], None]) -> AsyncIterator[Stage]:
+async def stage(
+    say: Callable[[str], None], *, dsn: str | None = None, deliveries: int | None = None
+) -> AsyncIterator[Stage]:
     """Set everything up, and take it down again whatever happens.
 
+    Args:
+        dsn: an empty database of the server that is used; None: an embedded one.
+        deliveries: see `Stage`.
+
     Raises:
-        CannotRun: PostgreSQL's programs are missing, or it does not start.
+        CannotRun: PostgreSQL's programs are missing, it does not start, or what was named
+            cannot be used.
+        UsageError: `dsn` cannot be understood.
     """
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-bench-")))
-        server = Server(None, POSTGRES_SETTINGS)
-        await stack.enter_async_context(server.embedded)
+        server: Server
+        if dsn is None:
+            server = Server(None, POSTGRES_SETTINGS)
+            await stack.enter_async_context(server.embedded)
+        else:
+            server = await given(dsn)
+            stack.push_async_callback(server.leave)
         certificate = await asyncio.to_thread(_certificate, directory)
         words = ["--certificate", certificate] if certificate else []
         receiver = await stack.enter_async_context(child("receiver", *words))
         ports = await receiver.answer()
         urls = {scheme: f"{scheme}://127.0.0.1:{port}/" for scheme, port in ports.items() if port}
-        yield Stage(server, receiver, urls, certificate, directory, say)
+        yield Stage(server, receiver, urls, certificate, directory, say, deliveries)
 
 
 def _certificate(directory: Path) -> Path | None:

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from outbox.store.dsn import parse
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
@@ -46,6 +48,8 @@ class Counter:
 @asynccontextmanager
 async def counting(database: Database) -> AsyncIterator[tuple[str, Counter]]:
     """A DSN of the database that leads through a proxy, and what the proxy counts."""
+    where = parse(database.dsn, source="--dsn", env={})
+    host, server_port = where.addresses[0]
     counter = Counter()
     serving: set[asyncio.Task[None]] = set()
 
@@ -58,8 +62,11 @@ async def counting(database: Database) -> AsyncIterator[tuple[str, Counter]]:
         task = asyncio.current_task()
         assert task is not None
         serving.add(task)
-        path = database.server.embedded.socket_dir / ".s.PGSQL.5432"
-        from_server, to_server = await asyncio.open_unix_connection(str(path))
+        if host.startswith("/"):
+            path = f"{host}/.s.PGSQL.{server_port}"
+            from_server, to_server = await asyncio.open_unix_connection(path)
+        else:
+            from_server, to_server = await asyncio.open_connection(host, server_port)
         ways = [
             asyncio.ensure_future(counter.count(reader, to_server)),
             asyncio.ensure_future(back(from_server, writer)),
@@ -77,10 +84,9 @@ async def counting(database: Database) -> AsyncIterator[tuple[str, Counter]]:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with database.connection() as connection:
-        user = quote(await connection.fetchval("SELECT current_user"), safe="")
+    who = ":".join(quote(each, safe="") for each in (where.user, where.password) if each)
     try:
-        yield f"postgresql://{user}@127.0.0.1:{port}/{database.name}?sslmode=disable", counter
+        yield f"postgresql://{who}@127.0.0.1:{port}/{database.name}?sslmode=disable", counter
     finally:
         server.close()
         if serving:

@@ -21,6 +21,8 @@ from benchmarks import (
     hostile,
     latency,
     memory,
+    million,
+    outage,
     profile,
     receiving,
     replicas,
@@ -79,6 +81,8 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
             *await latency.run(stage, rounds, (100,), 0.2),
             *await memory.run(stage, 2, 50),
+            *await million.run(stage, 1_000),
+            *await outage.run(stage, rounds, outage.Outage(0.2, 200, 0.05)),
             *await replicas.run(stage, rounds, [replicas.Load("some", 200, 400)], (1, 2), 6),
             *await replicas.idle(stage, 1.5),
             *await failover.run(stage, 1),
@@ -101,13 +105,15 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
     # Several each of most of them.
-    assert len(rows) == 1 + 5 + 2 + 1 + 3 + 1 + 1 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 1
+    assert len(rows) == 1 + 5 + 2 + 1 + 3 + 1 + 1 + 3 + 4 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 1
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()
     assert all(f"| {name} |" in written for each in told["rows"] for name in [each["name"]])
     picture = ElementTree.fromstring((tmp_path / "results.svg").read_text())  # noqa: S314 (we drew it)
     bars = picture.findall(".//{http://www.w3.org/2000/svg}rect")
+    courses = ElementTree.fromstring((tmp_path / outage.PICTURE).read_text())  # noqa: S314
+    assert len(courses.findall(".//{http://www.w3.org/2000/svg}polyline")) == 4
     absent = [each for each in told["rows"] if each["why_not"]]
     assert [each["beside"] for each in absent] == [ABSENT.name] * 3
     assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
@@ -120,8 +126,9 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
 def test_a_missed_target_is_a_bad_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target | None, exit_code: int
 ) -> None:
-    async def measure(*_: object, **__: object) -> tuple[list[Row], dict[str, str]]:
-        return [row(2.0, target)], dict.fromkeys(("cores", "memory", "Python", "PostgreSQL"), "x")
+    async def measure(*_: object, **__: object) -> tuple[list[Row], dict[str, str], dict[str, str]]:
+        facts = dict.fromkeys(("cores", "memory", "Python", "PostgreSQL"), "x")
+        return [row(2.0, target)], facts, {}
 
     monkeypatch.setattr(bench, "_measure", measure)
     ended = CliRunner().invoke(bench.main, ["--out", str(tmp_path)], catch_exceptions=False)
@@ -169,7 +176,7 @@ def test_an_unknown_section_is_wrong_usage() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
     assert (
-        "choose from deliveries, peers, watched, commits, latency, replays, memory, replicas"
+        "choose from deliveries, peers, watched, commits, latency, replays, memory, million, outage"
         in ended.stderr
     )
 

@@ -35,7 +35,6 @@ TEST_SETTINGS: Mapping[str, Setting] = {
 _MEMORY = Path("/dev/shm")  # noqa: S108 (only looked at for its room)
 _MEMORY_BYTES_MIN = 2 << 30  # Containers often have 64 MiB of it: too little.
 
-_TEMPLATE = "template_relay"
 _PREPARED = "SELECT quote_literal(gid) AS gid FROM pg_prepared_xacts WHERE database = $1"
 _numbers = itertools.count(1)
 
@@ -63,7 +62,7 @@ class Database:
     @property
     def dsn(self) -> str:
         """A URL for asyncpg and for every command's `--dsn`."""
-        return self.server.embedded.dsn(self.name)
+        return self.server.dsn(self.name)
 
     async def connect(self, **options: Any) -> asyncpg.Connection:
         """A new connection (asyncpg's options); the test need not close it."""
@@ -138,6 +137,10 @@ class Server:
         directory: where to put it, whatever `on_disk` says.
     """
 
+    home = "postgres"
+    """The database from which others are made."""
+    prefix, template = "test_", "template_relay"
+
     def __init__(
         self,
         major: int | None,
@@ -154,8 +157,21 @@ class Server:
         self.major = self.embedded.major
         self._has_template = False
 
+    @property
+    def version(self) -> str:
+        """Such as 18.4."""
+        return self.embedded.version
+
+    def dsn(self, name: str) -> str:
+        """A URL of one of its databases."""
+        return self.embedded.dsn(name)
+
+    def up(self) -> None:
+        """Start it, if it does not run."""
+        self.embedded.start()
+
     async def execute(self, *statements: str) -> None:
-        """Run statements in the database `postgres`."""
+        """Run statements in the database `home`."""
         async with self._connection() as connection:
             for statement in statements:
                 await connection.execute(statement)
@@ -165,17 +181,17 @@ class Server:
         """A new database, dropped at the end; the schema is there if `migrated`."""
         if migrated and not self._has_template:
             await self._make_template()
-        name = f"test_{next(_numbers)}"
+        name = f"{self.prefix}{next(_numbers)}"
         # Copying files is the faster way; before version 15 it was the only one.
         strategy = "STRATEGY FILE_COPY" if self.major >= 15 else ""
-        template = _TEMPLATE if migrated else "template0"
+        template = self.template if migrated else "template0"
         await self.execute(f"CREATE DATABASE {name} TEMPLATE {template} {strategy}")
         database = Database(self, name)
         try:
             yield database
         finally:
             await database.close()
-            self.embedded.start()  # A fault test may have left it stopped.
+            self.up()  # A fault test may have left it stopped.
             await self._drop(database)
 
     async def _drop(self, database: Database) -> None:
@@ -186,8 +202,8 @@ class Server:
             await connection.execute(f"DROP DATABASE {database.name} WITH (FORCE)")
 
     @asynccontextmanager
-    async def _connection(self, name: str = "postgres") -> AsyncIterator[asyncpg.Connection]:
-        connection = await _connect(self.embedded.dsn(name))
+    async def _connection(self, name: str | None = None) -> AsyncIterator[asyncpg.Connection]:
+        connection = await _connect(self.dsn(name or self.home))
         try:
             yield connection
         finally:
@@ -195,17 +211,17 @@ class Server:
 
     async def _make_template(self) -> None:
         await self.execute(
-            f"DROP DATABASE IF EXISTS {_TEMPLATE}",
-            f"CREATE DATABASE {_TEMPLATE} TEMPLATE template0",
+            f"DROP DATABASE IF EXISTS {self.template}",
+            f"CREATE DATABASE {self.template} TEMPLATE template0",
         )
-        async with self._connection(_TEMPLATE) as connection:
+        async with self._connection(self.template) as connection:
             await migrate(connection, SCHEMA)
         # The first connection after that writes down what every connection wants to know of
         # the catalog; in a copy it need not be found out again.
-        async with self._connection(_TEMPLATE):
+        async with self._connection(self.template):
             pass
         # A template cannot be cloned while anybody is connected to it.
-        await self.execute(f"ALTER DATABASE {_TEMPLATE} ALLOW_CONNECTIONS false")
+        await self.execute(f"ALTER DATABASE {self.template} ALLOW_CONNECTIONS false")
         self._has_template = True
 
 
