@@ -67,8 +67,9 @@ TITLES = {
         "Millions of deliveries",
         "One relay, one endpoint of 64 lanes; events are written while they are delivered, with a "
         "bounded backlog. The last fifth beside the first, the relay's resident size after the "
-        "last tenth beside that after the first, and all tables: before, when all is delivered, "
-        "and when everything was kept long enough, which retention is told to be at once.",
+        "last tenth beside that after the first, and the tables: what is only added to, when "
+        "everything was kept long enough, which retention is told to be at once, beside what it "
+        "was before; and what is written over, which autovacuum keeps small.",
     ),
     "outage": (
         "After an outage",
