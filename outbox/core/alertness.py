@@ -32,6 +32,8 @@ WAITING_MAX, CROWD_S = 2, 1.0
 notify for so long: they commit one at a time then, however slow the disk is."""
 STEADY_S = 1.0
 """Events have to come for so long before anything is tried: what swells is not held up."""
+TRIED_FROM = 100
+"""So many events in a window are worth it: a trial of fewer lasts, and each of them waits."""
 BUSY_SHARE = 0.3
 """So much of the time has to go into batches: producers are held up by no more than that."""
 TRIAL_EVENTS, GAIN = 32, 1.5
@@ -112,7 +114,7 @@ class Alertness:
         return (
             now >= self._try_at
             and now - self._busy_since >= STEADY_S
-            and self._events < self._thick_events
+            and TRIED_FROM <= self._events < self._thick_events
             and self._busy_s >= BUSY_SHARE * WINDOW_S
         )
 

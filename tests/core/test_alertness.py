@@ -54,7 +54,7 @@ class Site:
         return self
 
 
-@pytest.mark.parametrize(("per_s", "batch_s"), [(100, 0.001), (250, 0.001), (15, 0.01)])
+@pytest.mark.parametrize(("per_s", "batch_s"), [(100, 0.001), (250, 0.001), (150, 0.005)])
 def test_nobody_rests_who_has_hardly_anything_to_do(per_s: float, batch_s: float) -> None:
     site = Site(per_s, per_s, batch_s).run(60)
     assert site.rested_s == 0
@@ -92,7 +92,7 @@ def test_nobody_notifies_while_producers_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize(
     ("woken", "rested", "batch_s"),
-    [(700, 1450, 0.001), (400, 650, 0.001), (1000, 1700, 0.001), (150, 300, 0.003)],
+    [(700, 1450, 0.001), (400, 650, 0.001), (1000, 1700, 0.001), (250, 500, 0.002)],
 )
 def test_who_is_held_up_is_left_alone_soon_and_for_good(
     woken: float, rested: float, batch_s: float
