@@ -51,7 +51,7 @@ class Faltering(Receiver):
         self.answer, self.delay_s = TAKEN, takes_s
         self._up_at = time.monotonic()
 
-    def arrived(self, _: bytes) -> None:
+    def arrived(self, _: bytes, deliveries: int) -> None:
         """One request is here."""
         if not self._left:
             return
@@ -60,7 +60,7 @@ class Faltering(Receiver):
         self._bins += [0] * (n + 1 - len(self._bins))
         self._bins[n] += 1
         if self.answer is TAKEN:
-            self._left -= 1
+            self._left -= min(deliveries, self._left)
             if not self._left:
                 say({"bins": self._bins, "recovered_s": now - self._up_at})
 

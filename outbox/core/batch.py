@@ -99,6 +99,10 @@ class BatchSize:
                 self._most = min(self._most * 2, BATCH_MAX)
         self.now = min(self.now * 2, self._most)
 
+    def start_small(self) -> None:
+        """The receiver is in trouble: whatever is next goes alone."""
+        self.now = 1
+
     def failed(self, last_seq: int, of: int = 1) -> None:
         """What was sent, up to this number, failed: the next one goes alone."""
         self.sent_through_seq = max(self.sent_through_seq, last_seq)

@@ -480,6 +480,10 @@ class Lane:
         self._batch_max = batch_max
         self._in_hand_bytes = sum(map(self._bytes_of, self._queue))
 
+    def start_small(self) -> None:
+        """The endpoint is out of order: when it is back, batches grow from one."""
+        self._batch_size.start_small()
+
     def reread(self) -> None:
         """What is in hand may not be what is stored any more: read it again."""
         self._outdated = True

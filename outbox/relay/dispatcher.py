@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from outbox.core.answer import Verdict, classify, retry_after_s, summary, without
 from outbox.core.batch import classify_batch
-from outbox.core.health import State
+from outbox.core.health import PROBED, State
 from outbox.core.operational import is_operational
 from outbox.core.statuses import GONE
 from outbox.core.steps import Fetch, Record, Send, Wait
@@ -482,6 +482,9 @@ class Dispatcher:
             self._observer.health(home, now)
             home.told = home.told.changed(health.state)
             self._note_health(home)
+            if health.state in PROBED:
+                for lane in home.lanes.values():
+                    lane.machine.start_small()
             self._reconsider(home)
             # Whoever sleeps until a time of its own may have a turn sooner.
             self._activate_all(home)

@@ -28,7 +28,7 @@ from outbox.receiver.fetching import CannotFetch, Item, LaneStanding, Page
 from outbox.receiver.requests import Request
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
     from outbox.core.request import Prepared
 
@@ -125,13 +125,7 @@ class FakeSender:
 
     def batch(self, *requests: Request) -> Request:
         """Numbers of a lane that follow each other, together in one request."""
-        numbers = [self._of(each) for each in requests]
-        prepared = prepare_batch(
-            [each.delivery for each in numbers],
-            numbers[0].previous,
-            lane_ends=numbers[-1].lane_ends,
-        )
-        return _signed(prepared, 1, self._key, self._clock())
+        return self._together([self._of(each) for each in requests], 1)
 
     def give_up(self, request: Request) -> None:
         """Let a number be a hole: what comes after it in its lane says so."""
@@ -181,7 +175,11 @@ class FakeSender:
         return _signed(prepared, 1, self._key, now)
 
     def again(self, request: Request, attempt: int = 2) -> Request:
-        """The same number once more, signed at this time."""
+        """The same number once more, or the same batch, signed at this time."""
+        body = orjson.loads(request.body)
+        if isinstance(body, list):
+            numbers = [self._lanes[each["lane"]][each["sequence"] - 1] for each in body]
+            return self._together(numbers, attempt)
         return self._of(request).request(attempt, self._key, self._clock())
 
     # ------------------------------------------------- as a relay's listener for receivers
@@ -227,6 +225,14 @@ class FakeSender:
         numbered.is_sent_again = is_sent_again
         numbers.append(numbered)
         return numbered.request(1, self._key, self._clock())
+
+    def _together(self, numbers: Sequence[_Numbered], attempt: int) -> Request:
+        prepared = prepare_batch(
+            [each.delivery for each in numbers],
+            numbers[0].previous,
+            lane_ends=numbers[-1].lane_ends,
+        )
+        return _signed(prepared, attempt, self._key, self._clock())
 
     def _of(self, request: Request) -> _Numbered:
         body = orjson.loads(request.body)

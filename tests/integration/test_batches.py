@@ -165,6 +165,19 @@ async def test_batches_begin_and_end_while_the_relay_runs(database: Database) ->
     assert await exceptions(database) == {}
 
 
+async def test_a_receiver_that_is_back_gets_more_and_more_at_once(database: Database) -> None:
+    """Also in lanes of which nothing failed."""
+    await add_endpoint(database, batch_max=50, lanes=4)
+    answers = [BUSY] * 5
+    network = Network(lambda _: answers.pop() if answers else OK)
+    await publish_in_one(database, *range(200), keys=50)
+    async with running(database, network):
+        await all_ended(database)
+    for lane in {sent.lane for sent in network.sent}:
+        sizes = [len(sent.body) for sent in network.accepted if sent.lane == lane]
+        assert sizes[:4] == [1, 2, 4, 8], sizes
+
+
 async def test_a_receiver_that_fails_in_the_middle_gets_everything_once_and_in_order(
     database: Database, seed: int
 ) -> None:

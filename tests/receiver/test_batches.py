@@ -103,6 +103,8 @@ def test_all_deliveries_of_a_batch_are_read() -> None:
     alone = [verify(each.headers, each.body, sender.secret) for each in apart]
     assert [m.delivery_id for m in verified.messages] == [each.message_id for each in alone]
     assert [message.attempt for message in verified.messages] == [1, None, None]
+    again = sender.again(together, 2)
+    assert (again.body, dict(again.headers)["X-Attempt"]) == (together.body, "2")
 
 
 @pytest.mark.parametrize(
