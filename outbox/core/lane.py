@@ -24,15 +24,14 @@ What was tried for the next number, `acked + 1`, is its `Head`.
 
 from __future__ import annotations
 
-from collections import deque
 from enum import Enum, auto
-from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Literal
 
 from outbox.core.answer import Verdict, of_several, receipt, summary
-from outbox.core.batch import BATCH_BYTES_MAX, BatchSize, element_bytes
+from outbox.core.batch import BatchSize
 from outbox.core.head import Head
+from outbox.core.in_hand import InHand, is_expired
 from outbox.core.request import Delivery
 from outbox.core.statuses import CONFLICT
 from outbox.core.steps import (
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
     from outbox.core.answer import Answer
     from outbox.core.retry import RetryPolicy
     from outbox.core.steps import Command, Reason
-
-FETCH_LOW = 8
-"""A lane asks for more when it has no more than this many deliveries in hand."""
 
 
 class _Busy(Enum):
@@ -82,7 +78,6 @@ class Lane:
 
     __slots__ = (
         "_acked",
-        "_batch_max",
         "_batch_size",
         "_blocked",
         "_busy",
@@ -90,21 +85,15 @@ class Lane:
         "_cut",
         "_delivered",
         "_ended",
-        "_fetched",
-        "_fetching",
         "_floor_batch",
         "_free",
+        "_hand",
         "_head",
-        "_in_hand_bytes",
         "_last_seq",
-        "_outdated",
-        "_queue",
-        "_read_from_batch",
         "_refused_seq",
         "_sent_through_batch",
         "_stalled_since",
         "_stopped",
-        "_stray",
         "_success_at",
         "id",
     )
@@ -123,7 +112,6 @@ class Lane:
         batch_max: int | None = None,
     ) -> None:
         self.id = lane_id
-        self._batch_max = batch_max
         self._batch_size = BatchSize()
         # Tried only together with others, which was answered like something new.
         self._refused_seq = 0
@@ -142,14 +130,7 @@ class Lane:
         self._sent_through_batch = sent_through_batch
         self._blocked = blocked
         self._ended = ended
-        self._queue: deque[Delivery | Gone] = deque()
-        # What is in the queue would take in bodies; counted only while some may go together.
-        self._in_hand_bytes = 0
-        self._fetched = progress.acked_seq
-        self._fetching = False
-        # What is in hand is to be read again; an answer on its way is of no use.
-        self._outdated = self._stray = False
-        self._read_from_batch = progress.floor_batch
+        self._hand = InHand(self._acked, self._floor_batch, batch_max)
         self._busy: _Busy | None = None
         self._free = False
         self._stopped = False
@@ -190,7 +171,8 @@ class Lane:
     @property
     def runs_dry(self) -> bool:
         """Hardly anything is left of what it had in hand, and there is no more to read."""
-        return not self._stopped and self._fetched >= self._last_seq and self._is_low()
+        hand = self._hand
+        return not self._stopped and hand.fetched_seq >= self._last_seq and hand.is_low
 
     @property
     def drained(self) -> bool:
@@ -210,7 +192,7 @@ class Lane:
     @property
     def head_since(self) -> float | None:
         """Since when its next delivery has been there to be made; None: it owes nothing."""
-        first = self._queue[0] if self._queue else None
+        first = self._hand.queue[0] if self._hand.queue else None
         since = first.waits_since if isinstance(first, Delivery) else None
         return self._stalled_since if since is None else since
 
@@ -238,8 +220,9 @@ class Lane:
         """
         if self._busy is not None or self._stopped:
             return None
-        if self._outdated:
-            self._drop_in_hand()
+        hand = self._hand
+        if hand.outdated:
+            hand.drop(self._acked, self._floor_batch)
         if self._cut is not None:
             through_seq, reason = self._cut
             self._cut = None
@@ -247,9 +230,9 @@ class Lane:
                 return self._give_up_range(through_seq, reason)
         if self._blocked:
             return None
-        if not self._queue:
+        if not hand.queue:
             return self.fetch()
-        first, head = self._queue[0], self._head
+        first, head = hand.queue[0], self._head
         if isinstance(first, Gone):
             return self._give_up(first, "erased", None)
         expires_at = inf if first.expires_at is None else first.expires_at.timestamp()
@@ -263,7 +246,7 @@ class Lane:
             return None if until == inf else Wait(until)
         self._busy = _Busy.SENDING
         self._free = not is_due
-        batch = () if self._batch_max is None else self._together(gate, now)
+        batch = () if hand.batch_max is None else self._together(hand.batch_max, gate, now)
         last_seq = batch[-1].seq if batch else first.seq
         return Send(
             first,
@@ -276,10 +259,7 @@ class Lane:
 
     def fetch(self) -> Fetch | None:
         """What to read, if the lane runs low and there is more."""
-        if self._stopped or self._fetching or self._fetched >= self._last_seq or not self._is_low():
-            return None
-        self._fetching = True
-        return Fetch(self._fetched, self._read_from_batch)
+        return None if self._stopped else self._hand.fetch(self._last_seq)
 
     # --------------------------------------------------------- what happened
 
@@ -294,24 +274,14 @@ class Lane:
 
         What does not follow what is in hand is left to be read.
         """
-        for delivery in deliveries:
-            if delivery.seq == self._fetched + 1:
-                self._take(delivery)
+        self._hand.given(deliveries)
+        # It may be newer than what was offered.
+        self._last_seq = max(self._last_seq, self._hand.fetched_seq)
 
     def fetched(self, deliveries: Sequence[Delivery | Gone]) -> None:
         """The answer to a Fetch."""
-        self._fetching = False
-        if self._stray:
-            self._stray = False
-            return
-        for delivery in deliveries:
-            if delivery.seq <= self._fetched:
-                continue  # Given up, or given, while it was read.
-            if delivery.seq != self._fetched + 1:
-                raise AssertionError(
-                    f"lane {self.id}: number {delivery.seq} follows {self._fetched}"
-                )
-            self._take(delivery)
+        self._hand.fetched(deliveries)
+        self._last_seq = max(self._last_seq, self._hand.fetched_seq)
 
     def answered(
         self,
@@ -332,7 +302,7 @@ class Lane:
             called_off: there was no answer yet when it was ended to make room for others.
             blocks: when this ends the delivery, the lane waits for an operator.
         """
-        first, head = self._queue[0], self._head
+        first, head = self._hand.queue[0], self._head
         attempt = head.attempts + 1
         told = receipt(answer) if verdict is Verdict.DELIVERED else summary(answer)
         row = AttemptRow(
@@ -351,7 +321,7 @@ class Lane:
             self._pass(first.seq, first.batch, delivered=True)
             self._stalled_since = now if self.owed else None
             self._busy = None
-            if self._batch_max is not None:
+            if self._hand.batch_max is not None:
                 self._batch_size.accepted(first.seq, 1, of=1)
             return Record(self.id, first.seq, row)
         self._batch_size.failed(first.seq)
@@ -437,11 +407,11 @@ class Lane:
         A batch goes up to the first that expired meanwhile, or the turn would be lost, and
         the next one again: of many there is always one.
         """
-        if self._stopped or self._outdated or self._cut is not None:
+        if self._stopped or self._hand.outdated or self._cut is not None:
             return None
-        if _is_expired(send.delivery, now):
+        if is_expired(send.delivery, now):
             return None
-        count = next((n for n, d in enumerate(send.batch) if _is_expired(d, now)), None)
+        count = next((n for n, d in enumerate(send.batch) if is_expired(d, now)), None)
         return send if count is None else send._replace(batch=send.batch[:count], lane_ends=False)
 
     def unsent(self) -> None:
@@ -477,8 +447,7 @@ class Lane:
 
     def batch_up_to(self, batch_max: int | None) -> None:
         """From the next request on, so many deliveries may go together."""
-        self._batch_max = batch_max
-        self._in_hand_bytes = sum(map(self._bytes_of, self._queue))
+        self._hand.batch_up_to(batch_max)
 
     def start_small(self) -> None:
         """The endpoint is out of order: when it is back, batches grow from one."""
@@ -486,7 +455,7 @@ class Lane:
 
     def reread(self) -> None:
         """What is in hand may not be what is stored any more: read it again."""
-        self._outdated = True
+        self._hand.reread()
 
     def end(self) -> None:
         """A newer generation took its place: what it owes now is the last of it."""
@@ -507,34 +476,10 @@ class Lane:
             or first.seq <= self._batch_size.sent_through_seq
         )
 
-    def _is_low(self) -> bool:
-        """Whether it is time to ask for more, so that the next request need not wait for it."""
-        in_hand = len(self._queue)
-        if in_hand <= FETCH_LOW:
-            return True
-        if self._batch_max is None or in_hand > self._batch_max:
-            return False
-        return self._in_hand_bytes <= BATCH_BYTES_MAX
-
-    def _bytes_of(self, each: Delivery | Gone) -> int:
-        """What it adds to those in hand."""
-        return 0 if self._batch_max is None or isinstance(each, Gone) else element_bytes(each)
-
-    def _together(self, gate: Gate, now: float) -> tuple[Delivery, ...]:
+    def _together(self, batch_max: int, gate: Gate, now: float) -> tuple[Delivery, ...]:
         """What goes in one request: the head, and what may follow it."""
-        count_max = min(self._batch_max or 1, self._batch_size.now)
-        if self._head.attempts or gate is Gate.PROBE:
-            count_max = 1
-        together: list[Delivery] = []
-        room_bytes = BATCH_BYTES_MAX
-        for each in islice(self._queue, count_max):
-            if isinstance(each, Gone):
-                break
-            room_bytes -= element_bytes(each)
-            if together and (_is_expired(each, now) or room_bytes < 0):
-                break
-            together.append(each)
-        return tuple(together)
+        is_alone = self._head.attempts > 0 or gate is Gate.PROBE
+        return self._hand.together(1 if is_alone else min(batch_max, self._batch_size.now), now)
 
     def _failed(self, first: Delivery | Gone, row: AttemptRow) -> Record:
         """The head was tried, and is to be tried again."""
@@ -555,31 +500,10 @@ class Lane:
         )
         return Record(self.id, first.seq, row, progress)
 
-    def _take(self, delivery: Delivery | Gone) -> None:
-        self._queue.append(delivery)
-        self._in_hand_bytes += self._bytes_of(delivery)
-        self._fetched = delivery.seq
-        self._read_from_batch = delivery.batch
-        # It may be newer than what was offered.
-        self._last_seq = max(self._last_seq, self._fetched)
-
-    def _drop_in_hand(self) -> None:
-        self._outdated = False
-        self._stray = self._fetching
-        self._queue.clear()
-        self._in_hand_bytes = 0
-        self._fetched = self._acked
-        self._read_from_batch = self._floor_batch
-
     def _pass(self, seq: int, batch: int, *, delivered: bool) -> None:
-        while self._queue and self._queue[0].seq <= seq:
-            passed = self._queue.popleft()
-            self._in_hand_bytes -= self._bytes_of(passed)
-            batch = passed.batch
+        last_batch = self._hand.passed(seq)
         self._acked = seq
-        self._floor_batch = batch
-        if seq > self._fetched:
-            self._fetched = seq
+        self._floor_batch = batch if last_batch is None else last_batch
         if delivered:
             self._delivered = seq
         if self._head.attempts:
@@ -626,10 +550,6 @@ class Lane:
         self._busy = _Busy.RECORDING
         progress = Progress(seq, self._delivered, self._floor_batch, success_at=self._success_at)
         return Record(self.id, seq, row, progress, dead, blocks)
-
-
-def _is_expired(delivery: Delivery, now: float) -> bool:
-    return delivery.expires_at is not None and delivery.expires_at.timestamp() <= now
 
 
 _OUTCOMES: dict[Verdict, Literal["delivered", "retry", "refused"]] = {

@@ -252,7 +252,7 @@ def test_whether_to_read_more_is_known_without_a_look_at_all_that_is_in_hand(
     large = [delivery(n)._replace(payload=b'"%b"' % (b"x" * 100_000)) for n in range(1, 21)]
     lane = lane_of(*large, batch_max=20)
     with monkeypatch.context() as patch:
-        patch.setattr("outbox.core.lane.element_bytes", None)
+        patch.setattr("outbox.core.in_hand.element_bytes", None)
         assert not lane.runs_dry
     lane.batch_up_to(None)
     assert not lane.runs_dry

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from outbox.core.answer import Answer, Verdict, summary
-from outbox.core.lane import FETCH_LOW, Lane
+from outbox.core.in_hand import FETCH_LOW
+from outbox.core.lane import Lane
 from outbox.core.steps import DeadLetter, Fetch, Gate, Gone, Progress, Record, Send, Wait
 from tests.core.lane_model import World
 from tests.core.lane_promises import POLICY

@@ -31,8 +31,9 @@ class SendsTheNextOneMeanwhile(Lane):
 
     def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
         command = super().next(now, gate)
-        if isinstance(command, Wait) and len(self._queue) > 1:
-            self._queue[0], self._queue[1] = self._queue[1], self._queue[0]
+        queue = self._hand.queue
+        if isinstance(command, Wait) and len(queue) > 1:
+            queue[0], queue[1] = queue[1], queue[0]
             self._head = Head()
             command = super().next(now, gate)
         return command
@@ -43,8 +44,8 @@ class TakesWhatDoesNotFollow(Lane):
 
     def given(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
-            if each.seq > self._fetched:
-                self._take(each)
+            if each.seq > self._hand.fetched_seq:
+                self._hand._take(each)
 
 
 class SendsTwoAtATime(Lane):
@@ -61,7 +62,7 @@ class AcknowledgesBeforeTheAnswer(Lane):
 
     def checkpoint(self) -> Progress:
         if self._busy is _Busy.SENDING and self.committed_seq == self.acked_seq:
-            head = self._queue[0]
+            head = self._hand.queue[0]
             return Progress(head.seq, head.seq, head.batch)
         return super().checkpoint()
 
@@ -208,7 +209,7 @@ class CutsWhatItHas(Lane):
     """A cut goes no further than what was read."""
 
     def cut(self, through_seq: int, reason: Any) -> None:
-        super().cut(min(through_seq, self._fetched), reason)
+        super().cut(min(through_seq, self._hand.fetched_seq), reason)
 
 
 class CutsLessTheSecondTime(Lane):
@@ -223,9 +224,9 @@ class ReadsWhatIsCut(Lane):
     """What was cut is read again."""
 
     def _pass(self, *what: Any, **more: Any) -> None:
-        fetched = self._fetched
+        fetched_seq = self._hand.fetched_seq
         super()._pass(*what, **more)
-        self._fetched = fetched
+        self._hand.fetched_seq = fetched_seq
 
 
 class CutsInTheWrongPlace(Lane):
@@ -300,10 +301,10 @@ class AcknowledgesAllThatWasSent(Lane):
 class SendsWhatFailedTogetherAgain(Lane):
     """Who is to blame is not found out."""
 
-    def _together(self, gate: Gate, now: float) -> Any:
+    def _together(self, batch_max: int, gate: Gate, now: float) -> Any:
         self._batch_size.now = 50
         attempts, self._head.attempts = self._head.attempts, 0
-        batch = super()._together(gate, now)
+        batch = super()._together(batch_max, gate, now)
         self._head.attempts = attempts
         return batch
 
@@ -320,8 +321,8 @@ class ForgetsWhatWentTogether(Lane):
 class TakesExpiredOnesAlong(Lane):
     """The head has not expired, so the others go."""
 
-    def _together(self, gate: Gate, now: float) -> Any:
-        return super()._together(gate, 0.0)
+    def _together(self, batch_max: int, gate: Gate, now: float) -> Any:
+        return super()._together(batch_max, gate, 0.0)
 
 
 class EndsWithTheFirst(Lane):

@@ -34,11 +34,11 @@ def a_failed_batch_sent_together_again(sim: Simulation) -> None:
     """Who is to blame is never found out."""
     together = lane.Lane._together
 
-    def patched(self: Any, gate: Any, now: float) -> Any:
+    def patched(self: Any, *args: Any) -> Any:
         attempts, self._head.attempts = self._head.attempts, 0
         self._batch_size.now = batch.BATCH_MAX
         try:
-            return together(self, gate, now)
+            return together(self, *args)
         finally:
             self._head.attempts = attempts
 

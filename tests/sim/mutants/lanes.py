@@ -20,8 +20,9 @@ def next_number_sent_while_the_head_waits_to_be_retried(sim: Simulation) -> None
 
     def patched(self: Any, verdict: Verdict, *args: Any, **rest: Any) -> Any:
         record = answered(self, verdict, *args, **rest)
-        if verdict is Verdict.RETRY and record.dead is None and len(self._queue) > 1:
-            self._queue[0], self._queue[1] = self._queue[1], self._queue[0]
+        if verdict is Verdict.RETRY and record.dead is None and len(self._hand.queue) > 1:
+            queue = self._hand.queue
+            queue[0], queue[1] = queue[1], queue[0]
             self._head.next_attempt_at = None
         return record
 
