@@ -60,6 +60,11 @@ class _Busy(Enum):
     RECORDING = auto()
 
 
+# By name: Python 3.11 takes far longer to find the members of an enumeration.
+_SENDING = _Busy.SENDING
+_OPEN, _SHUT, _DELIVERED = Gate.OPEN, Gate.SHUT, Verdict.DELIVERED
+
+
 class Lane:
     """The state of one lane in its owner's memory; times are epoch seconds.
 
@@ -212,7 +217,7 @@ class Lane:
 
     # ------------------------------------------------------- what to do next
 
-    def next(self, now: float, gate: Gate = Gate.OPEN) -> Command:
+    def next(self, now: float, gate: Gate = _OPEN) -> Command:
         """The next thing to do; None when there is nothing, or it is under way.
 
         `gate` is what the endpoint's health allows; what is given up unsent
@@ -239,12 +244,12 @@ class Lane:
         if expires_at <= now:
             return self._give_up(first, "expired", None)
         is_due = head.is_due(now)
-        if gate is Gate.SHUT or (gate is Gate.OPEN and not is_due):
-            due_at = inf if gate is Gate.SHUT else head.next_attempt_at or now
+        if gate is _SHUT or (gate is _OPEN and not is_due):
+            due_at = inf if gate is _SHUT else head.next_attempt_at or now
             # An event that expires meanwhile must not hold up the lane.
             until = min(due_at, expires_at)
             return None if until == inf else Wait(until)
-        self._busy = _Busy.SENDING
+        self._busy = _SENDING
         self._free = not is_due
         batch = () if hand.batch_max is None else self._together(hand.batch_max, gate, now)
         last_seq = batch[-1].seq if batch else first.seq
@@ -304,7 +309,7 @@ class Lane:
         """
         first, head = self._hand.queue[0], self._head
         attempt = head.attempts + 1
-        told = receipt(answer) if verdict is Verdict.DELIVERED else summary(answer)
+        told = receipt(answer) if verdict is _DELIVERED else summary(answer)
         row = AttemptRow(
             first.batch,
             first.seq,
@@ -316,7 +321,7 @@ class Lane:
             answer.elapsed_s,
             told,
         )
-        if verdict is Verdict.DELIVERED:
+        if verdict is _DELIVERED:
             self._success_at = now
             self._pass(first.seq, first.batch, delivered=True)
             self._stalled_since = now if self.owed else None
@@ -425,8 +430,9 @@ class Lane:
             self._committed = record.progress
             self._busy = None
         elif row is not None and seq > self._committed.acked_seq:
+            # All of it: a default that is filled in costs as much as all that are said.
             self._committed = Progress(
-                seq, seq, row.batch, success_at=row.started_at + row.elapsed_s
+                seq, seq, row.batch, None, 0, 0, None, None, None, row.started_at + row.elapsed_s
             )
 
     def hold_to(self, policy: RetryPolicy, now: float) -> None:

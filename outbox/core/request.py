@@ -106,10 +106,11 @@ class Delivery(NamedTuple):
         """
         if self.replay_of is not None or self.backfill_id is not None:
             return None
-        inserted_at = self.published_at.timestamp()
-        if self.committed_after is None:
-            return inserted_at
-        return max(inserted_at, self.committed_after.timestamp())
+        at, committed_after = self.published_at, self.committed_after
+        # To compare two times is far quicker than to make a number of each.
+        return (
+            at if committed_after is None or committed_after < at else committed_after
+        ).timestamp()
 
 
 class Prepared(NamedTuple):
@@ -151,16 +152,23 @@ def prepare(
         lane_ends: nothing will ever follow it in its lane.
         endpoint_headers: what the endpoint asks for beside ours.
     """
-    message_id, event_id = delivery.message_id, str(delivery.event_id)
+    sent_id = message_id(
+        delivery.endpoint_id,
+        delivery.outbox_id,
+        delivery.event_id,
+        delivery.backfill_id,
+        delivery.was_backfill_id,
+    )
+    event_id = str(delivery.event_id)
     lines = (
         f"Content-Type: application/json\r\nUser-Agent: {USER_AGENT}\r\n"
-        f"{ID_HEADER}: {message_id}\r\nX-Delivery: {message_id}\r\nX-Event: {event_id}\r\n"
+        f"{ID_HEADER}: {sent_id}\r\nX-Delivery: {sent_id}\r\nX-Event: {event_id}\r\n"
         f"X-Lane: {delivery.lane}\r\nX-Sequence: {delivery.seq}\r\n"
         f"X-Previous-Sequence: {previous_seq}\r\n"
     )
     if endpoint_headers or delivery.headers is not None:
         lines += lines_of(merge(endpoint_headers, delivery.headers))
-    return Prepared(message_id, lines, body_of(delivery, previous_seq, lane_ends=lane_ends))
+    return Prepared(sent_id, lines, body_of(delivery, previous_seq, lane_ends=lane_ends))
 
 
 def build(
@@ -181,6 +189,9 @@ def build(
 
 def rfc3339(at: datetime) -> str:
     """In UTC with microseconds, `2026-01-31T12:00:00.000000Z` (RFC 3339, 5.6)."""
+    if at.microsecond and at.tzinfo is UTC:
+        # In a quarter of the time; it leaves out what is no fraction.
+        return orjson.dumps(at, option=orjson.OPT_UTC_Z)[1:-1].decode()
     if at.tzinfo is not UTC:
         at = at.astimezone(UTC)
     return at.isoformat(timespec="microseconds")[:-_OFFSET_CHARS] + "Z"

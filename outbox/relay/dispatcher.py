@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from outbox.transport.port import Transport
 
 
+# By name: Python 3.11 takes far longer to find the members of an enumeration.
+_DELIVERED, _HEALTHY = Verdict.DELIVERED, State.HEALTHY
+
+
 class Dispatcher:
     """Delivers what the lanes that it was given owe.
 
@@ -461,7 +465,7 @@ class Dispatcher:
         health = home.health
         before = health.state
         asked_s = None
-        if verdict is Verdict.DELIVERED:
+        if verdict is _DELIVERED:
             health.answered(verdict, now, 0.0)
         else:
             asked_s = retry_after_s(answer.headers, now) if verdict is Verdict.RETRY else None
@@ -489,7 +493,7 @@ class Dispatcher:
             # Whoever sleeps until a time of its own may have a turn sooner.
             self._activate_all(home)
             self._attend(home)
-        elif health.state is not State.HEALTHY:
+        elif health.state is not _HEALTHY:
             self._attend(home)
             if asked_s:
                 self._note_health(home)  # The next owner has to leave it alone, too.
