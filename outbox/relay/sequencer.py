@@ -11,20 +11,19 @@ all the sleeper looks each `poll_s`.
 
 The flag stays set over the batches of a steady load: being woken is quicker than
 looking, and notifications cost the producers nothing as long as they do not wait
-for each other.  Only when they do, when events come thick and fast, or when producers
-are the quicker for it, does the flag say "awake", and nobody notifies: see
-`outbox.core.alertness`.
+for each other.  Only when they do, or when events come thick and fast, does the
+flag say "awake", and nobody notifies.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.alertness import REST_S, Alertness
 from outbox.core.operational import LAGGING_S, Lag, Next
 from outbox.errors import CursorBroken
 from outbox.relay.bell import Bell
@@ -40,8 +39,17 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger("outbox.sequencer")
 
+THICK_S = 0.5
+"""Events come thick when `thick_events` were sequenced in the last so many seconds."""
+REST_S = 0.02
+"""Between two batches of events that come thick.  What a batch costs hardly depends
+on its events, and its commit holds up those of producers that write as fast as they
+can: fewer and larger ones leave them their part of the machine."""
 LINGER_S = 0.001
 """Between two looks of who is awake otherwise."""
+WAITING_MAX, CROWD_S = 2, 1.0
+"""When so many producers wait for another one's notification, nobody is asked to
+notify for so long: they commit one at a time then, however slow the disk is."""
 ASLEEP_S = 60
 """How far ahead the flag says "may be asleep"; renewed at half of it."""
 WATCH_MIN_S, WATCH_MAX_S, WATCH_SHARE = 0.002, 0.2, 0.2
@@ -95,9 +103,12 @@ class Sequencer:
             store, replica_id, settings, on_batch, self._stays_awake, wants, tells
         )
         self._asleep_until = 0.0
-        self._alertness = Alertness(self.thick_events)
         # Rung when another replica may have left, or come.
         self._changes = Bell()
+        # When the newest events were sequenced.
+        self._sequenced_at: deque[float] = deque(maxlen=self.thick_events)
+        # Until then, producers that notified would hold up each other.
+        self._crowd_until = 0.0
         self._lag = Lag()
         # A leader that left something lying, and since when.
         self._suspect: tuple[Standing, float] | None = None
@@ -126,12 +137,8 @@ class Sequencer:
                     await self._stand_by()
                     continue
                 self._on_lead(True)
-                began_at = asyncio.get_running_loop().time()
                 turn = await self.turn()
                 self._looked()
-                if turn is Turn.MOVED:
-                    now = asyncio.get_running_loop().time()
-                    self._alertness.took(now, now - began_at)
                 if turn is Turn.IDLE and not (self._asleep_until or self._looks_by_itself()):
                     turn = await self._fall_asleep()
             except CursorBroken as broken:
@@ -155,9 +162,8 @@ class Sequencer:
                 now = asyncio.get_running_loop().time()
                 await self._bell.wait(max(self._by(now + self._settings.poll_s) - now, 0.0))
             else:
-                now = asyncio.get_running_loop().time()
-                rests = turn is Turn.MOVED and self._alertness.rests(now)
-                await self._bell.wait(REST_S if rests else LINGER_S)
+                thick = turn is Turn.MOVED and self._thick()
+                await self._bell.wait(REST_S if thick else LINGER_S)
 
     def stop(self) -> None:
         """Let `run` return after the turn that is under way."""
@@ -223,10 +229,19 @@ class Sequencer:
 
     # --------------------------------------------------------- busy or idle
 
+    def _thick(self) -> bool:
+        """Whether events come so fast that being woken for each is no use."""
+        newest = self._sequenced_at
+        now = asyncio.get_running_loop().time()
+        return len(newest) == newest.maxlen and now - newest[0] < THICK_S
+
+    def _crowded(self) -> bool:
+        """Whether producers would hold up each other if they had to notify."""
+        return asyncio.get_running_loop().time() < self._crowd_until
+
     def _looks_by_itself(self) -> bool:
         """Whether producers are not asked to notify."""
-        now = asyncio.get_running_loop().time()
-        return not self._notified or self._alertness.looks_by_itself(now)
+        return self._thick() or self._crowded() or not self._notified
 
     def _stays_awake(self, events: int, waiting: int) -> bool:
         """Whether producers should stop to notify.
@@ -235,7 +250,10 @@ class Sequencer:
             events: so many were just found.
             waiting: so many producers wait for another one's notification.
         """
-        self._alertness.found(asyncio.get_running_loop().time(), events, waiting)
+        now = asyncio.get_running_loop().time()
+        self._sequenced_at.extend([now] * min(events, self.thick_events))
+        if waiting >= WAITING_MAX:
+            self._crowd_until = now + CROWD_S
         return self._looks_by_itself()
 
     async def _fall_asleep(self) -> Turn:

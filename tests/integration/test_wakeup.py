@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core import alertness
 from outbox.errors import UsageError
 from outbox.relay import sequencer
 from outbox.store.changes import change
@@ -38,7 +37,7 @@ class Missed(AssertionError):
 @pytest.fixture(autouse=True)
 def _soon_tired(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes to sleep sooner after an event than it would for real."""
-    monkeypatch.setattr(alertness, "WINDOW_S", 0.05)
+    monkeypatch.setattr(sequencer, "THICK_S", 0.05)
 
 
 @pytest.fixture
