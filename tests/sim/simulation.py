@@ -96,12 +96,14 @@ class Simulation:
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
         self.database.signals = rng.random() < 0.5
         lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
-        poll_s = lease_s / 5
+        notify = rng.random() < 0.9
+        # Without notifications each helping of a replay waits for the next look.
+        poll_s = lease_s / (5 if notify else 20)
         self.settings = Settings(
             lease_s=lease_s,
             drain_s=rng.choice((1.0, lease_s / 2)),
             poll_s=poll_s,
-            notify=rng.random() < 0.9,
+            notify=notify,
             ack_group_ms=rng.choice((0, 5, 20, 200)),
             in_flight_max=rng.choice((2, 20, 256)),
             batch_events_max=rng.choice((2, 7, 2000)),
