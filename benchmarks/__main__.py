@@ -18,6 +18,7 @@ from benchmarks import (
     failover,
     horizon,
     hostile,
+    kept,
     latency,
     memory,
     million,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from benchmarks.figures import Row
 
 RESULTS = Path(__file__).with_name("results")
+QUICK_RESULTS = Path(__file__).parents[1] / "build" / "bench"
 SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "deliveries": deliveries.measure,
     "peers": peers.measure,
@@ -100,9 +102,8 @@ usage, 3 it could not run.
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    default=RESULTS,
-    show_default="benchmarks/results",
-    help="Where table and picture go.",
+    help="Where table and pictures go, beside what was measured there before. Default: "
+    "benchmarks/results, with --quick build/bench, and nothing from before.",
 )
 @click.option(
     "--profile",
@@ -118,7 +119,7 @@ def main(
     deliveries: int | None,
     dsn: str | None,
     as_json: bool,
-    out: Path,
+    out: Path | None,
     profiled: bool,
 ) -> None:
     """Measure the relay beside what it is built on, and beside others.
@@ -138,6 +139,7 @@ def main(
         raise click.UsageError("--quick and --full: choose one")
     if full:
         deliveries = deliveries or million.FULL_DELIVERIES
+    out = out or (QUICK_RESULTS if quick else RESULTS)
     rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     try:
         if profiled:
@@ -145,14 +147,22 @@ def main(
             (out / "profile.svg").write_text(asyncio.run(_profile(quick=quick)), "utf-8")
             return
         measured = _measure(only, rounds, quick=quick, dsn=dsn, deliveries=deliveries)
-        rows, facts, pictures = asyncio.run(measured)
+        found, facts, pictures = asyncio.run(measured)
     except OutboxError as error:
         click.echo(f"bench: {error}", err=True)
         sys.exit(error.exit_code)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "results.md").write_text(table(rows, facts, rounds=rounds, quick=quick), "utf-8")
-    for name, picture in {"results.svg": draw(rows, facts), **pictures}.items():
+    sections = {} if quick else kept.read(out)
+    for name in only:
+        sections[name] = kept.Measured(tuple(found[name]), facts, rounds)
+    sections = {name: sections[name] for name in SECTIONS if name in sections}
+    if not quick:
+        kept.write(out, sections)
+    (out / "results.md").write_text(table(sections, quick=quick), "utf-8")
+    whole = draw([row for each in sections.values() for row in each.rows])
+    for name, picture in {"results.svg": whole, **pictures}.items():
         (out / name).write_text(picture, "utf-8")
+    rows = [row for name in only for row in found[name]]
     if as_json:
         told = {"machine": facts, "rounds": rounds, "rows": [row.as_json() for row in rows]}
         click.echo(orjson.dumps(told).decode())
@@ -163,13 +173,13 @@ def main(
 
 async def _measure(
     only: Sequence[str], rounds: int, *, quick: bool, dsn: str | None, deliveries: int | None
-) -> tuple[list[Row], dict[str, str], dict[str, str]]:
-    rows: list[Row] = []
+) -> tuple[dict[str, list[Row]], dict[str, str], dict[str, str]]:
+    found: dict[str, list[Row]] = {}
     say = partial(click.echo, err=True)
     async with stage(say, dsn=dsn, deliveries=deliveries) as set_up:
         for name in only:
-            rows += await SECTIONS[name](set_up, rounds, quick=quick)
-        return rows, machine(set_up.told), set_up.pictures
+            found[name] = await SECTIONS[name](set_up, rounds, quick=quick)
+        return found, machine(set_up.told), set_up.pictures
 
 
 async def _profile(*, quick: bool) -> str:

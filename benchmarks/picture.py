@@ -73,18 +73,16 @@ SEVERAL = ("commits", "peers", "peers-latency", "outage")
 """Sections in which one figure of ours stands beside several."""
 
 
-def draw(rows: Sequence[Row], facts: dict[str, str]) -> str:
+def draw(rows: Sequence[Row]) -> str:
     """The whole picture as SVG."""
     parts: list[str] = []
     y = MARGIN
     for section, group in groupby(rows, key=lambda row: row.section):
         y = _section(parts, section, list(group), y)
-    told = ", ".join(f"{name} {facts[name]}" for name in ("cores", "memory", "Python"))
-    parts.append(_text(MARGIN, y + 6, f"{told}, PostgreSQL {facts['PostgreSQL']}", "small"))
     parts.append(
-        _text(MARGIN, y + 24, "Dashed: the target. Thin line: lowest to highest round.", "small")
+        _text(MARGIN, y + 6, "Dashed: the target. Thin line: lowest to highest round.", "small")
     )
-    height = y + 40
+    height = y + 22
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'width="{WIDTH}" height="{height}" role="img" aria-label="Benchmark results">\n'

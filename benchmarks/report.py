@@ -14,9 +14,10 @@ from benchmarks.peers import contestants as peers
 from benchmarks.stage import cores
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping
 
     from benchmarks.figures import Row, Samples
+    from benchmarks.kept import Measured
 
 PACKAGES = ("aiohttp", "asyncpg", "orjson", "uvloop")
 
@@ -152,23 +153,21 @@ def machine(postgres: str) -> dict[str, str]:
     }
 
 
-def table(rows: Sequence[Row], facts: dict[str, str], *, rounds: int, quick: bool) -> str:
+def table(sections: Mapping[str, Measured], *, quick: bool) -> str:
     """Markdown: every figure beside the one that it is compared with."""
     lines = ["# What was measured", ""]
     if quick:
         lines += ["A quick run, with small numbers: it shows that everything works, no more.", ""]
     lines += [
-        "Made by `python3 run.py bench` on: "
-        + "; ".join(f"{name} {value}" for name, value in facts.items())
-        + ". "
-        + f"{'One round' if rounds == 1 else f'Medians of {rounds} rounds'}, the contestants in "
-        "turns, lowest and highest in brackets (memory: one round). The ratios mean "
-        "something elsewhere; the absolute figures are this machine's.",
+        "Made by `python3 run.py bench`, the contestants in turns; medians, lowest and highest in "
+        "brackets. The ratios mean something elsewhere; the absolute figures are the machine's.",
+        "",
+        *_made(sections),
         "",
         "| what | outbox | beside | | ratio | target | |",
         "|---|--:|---|--:|--:|---|---|",
     ]
-    section = ""
+    section, rows = "", [row for each in sections.values() for row in each.rows]
     for row in rows:
         if row.section != section:
             section = row.section
@@ -185,6 +184,17 @@ def table(rows: Sequence[Row], facts: dict[str, str], *, rounds: int, quick: boo
         told = PEERS[each]() if each in PEERS else ""
         lines += [f"**{title}.** {what.format(client=client, peers=told)}", ""]
     return "\n".join(lines)
+
+
+def _made(sections: Mapping[str, Measured]) -> Iterator[str]:
+    """When, on what and in how many rounds: the sections that have it in common together."""
+    alike: dict[tuple[int, tuple[tuple[str, str], ...]], list[str]] = {}
+    for name, each in sections.items():
+        alike.setdefault((each.rounds, tuple(each.facts.items())), []).append(name)
+    for (rounds, facts), names in alike.items():
+        told = "; ".join(f"{name} {value}" for name, value in facts)
+        many = "one round" if rounds == 1 else f"{rounds} rounds"
+        yield f"- {', '.join(names)} ({many}): {told}."
 
 
 def compared(row: Row) -> str:

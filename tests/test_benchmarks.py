@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import xml.etree.ElementTree as ElementTree
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pytest
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from benchmarks.stage import Stage
 
 
-def row(ours: float, target: Target | None) -> Row:
+def row(ours: float, target: Target | None = None) -> Row:
     return Row("latency", "one", "ms", Samples((ours,)), "parts", Samples((1.0,)), target=target)
 
 
@@ -126,14 +127,53 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
 def test_a_missed_target_is_a_bad_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Target | None, exit_code: int
 ) -> None:
-    async def measure(*_: object, **__: object) -> tuple[list[Row], dict[str, str], dict[str, str]]:
-        facts = dict.fromkeys(("cores", "memory", "Python", "PostgreSQL"), "x")
-        return [row(2.0, target)], facts, {}
-
-    monkeypatch.setattr(bench, "_measure", measure)
-    ended = CliRunner().invoke(bench.main, ["--out", str(tmp_path)], catch_exceptions=False)
+    monkeypatch.setattr(bench, "_measure", measured_as(row(2.0, target)))
+    words = ["--only", "latency", "--out", str(tmp_path)]
+    ended = CliRunner().invoke(bench.main, words, catch_exceptions=False)
     assert ended.exit_code == exit_code
     assert ("missed" in ended.stdout) == bool(exit_code)
+
+
+def measured_as(*rows: Row, date: str = "today") -> Any:
+    async def measure(only: list[str], *_: object, **__: object) -> Any:
+        return {name: list(rows) for name in only}, {"date": date}, {}
+
+    return measure
+
+
+def test_sections_are_renewed_one_by_one_and_say_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(name: str, date: str, *rows: Row) -> str:
+        monkeypatch.setattr(bench, "_measure", measured_as(*rows, date=date))
+        words = ["--only", name, "--rounds", "3", "--out", str(tmp_path)]
+        CliRunner().invoke(bench.main, words, catch_exceptions=False)
+        return (tmp_path / "results.md").read_text()
+
+    absent = replace(row(1.0), beside=Samples(()), why_not="it cannot be had")
+    grown = replace(row(2.0, Target("under", 50)), section="memory", relation="difference")
+    measure("latency", "May", row(2.0, Target("at most", 1.5)), absent)
+    written = measure("memory", "June", grown)
+    assert "- latency (3 rounds): date May." in written
+    assert "- memory (3 rounds): date June." in written
+    assert "at most 1.5 | **missed** |" in written
+    assert "not measured: it cannot be had" in written
+    assert "under 50 " in written
+    again = measure("latency", "July", row(1.0, Target("at most", 1.5)))
+    assert "- latency (3 rounds): date July." in again
+    assert "**missed**" not in again
+    assert "- memory (3 rounds): date June." in again
+
+
+def test_a_short_run_touches_nothing_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "QUICK_RESULTS", tmp_path / "quick")
+    monkeypatch.setattr(bench, "RESULTS", tmp_path / "kept")
+    monkeypatch.setattr(bench, "_measure", measured_as(row(2.0)))
+    CliRunner().invoke(bench.main, ["--quick", "--only", "latency"], catch_exceptions=False)
+    assert {path.name for path in (tmp_path / "quick").iterdir()} == {"results.md", "results.svg"}
+    assert not (tmp_path / "kept").exists()
 
 
 def test_the_rate_is_that_of_the_middle_however_it_was_read() -> None:
