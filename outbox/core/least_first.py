@@ -23,17 +23,15 @@ class LeastFirst(Generic[T]):
     different amounts: those who share `n` have at most about √(2n).
     """
 
-    __slots__ = ("_has", "_levels", "_rings")
+    __slots__ = ("_levels", "_rings", "amounts")
 
     def __init__(self) -> None:
         # By amount, in the order in which they came to have it; with when each was served.
         self._rings: dict[int, OrderedDict[T, float]] = {}
         # Those of the amounts that somebody has, ascending.
         self._levels: list[int] = []
-        self._has: dict[T, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._has)
+        self.amounts: dict[T, int] = {}
+        """How much each has that waits; it is asked more often than a method would like."""
 
     def put(self, item: T, has: int, served_at: float) -> None:
         """It waits, and has so much; keeps its place if that is as it was.
@@ -42,8 +40,9 @@ class LeastFirst(Generic[T]):
             served_at: when it last was.  Who was served longer ago than the next one is
                 comes before it; apart from that it is who came first.
         """
-        if item in self._has:
-            if self._has[item] == has:
+        had = self.amounts.get(item)
+        if had is not None:
+            if had == has:
                 return
             self.discard(item)
         ring = self._rings.get(has)
@@ -54,15 +53,15 @@ class LeastFirst(Generic[T]):
         ring[item] = served_at
         if is_next:
             ring.move_to_end(item, last=False)
-        self._has[item] = has
+        self.amounts[item] = has
 
     def served(self, item: T, at: float) -> None:
         """It is there alone, and was served once more; it has as much as before."""
-        self._rings[self._has[item]][item] = at
+        self._rings[self.amounts[item]][item] = at
 
     def discard(self, item: T) -> None:
         """It does not wait, or not any more."""
-        has = self._has.pop(item, None)
+        has = self.amounts.pop(item, None)
         if has is None:
             return
         ring = self._rings[has]

@@ -522,13 +522,10 @@ class Turns:
                 assert tenant.rate is not None
                 self._timers.set(tenant, tenant.rate.ready_at)
         for part, ring, lines in zip(_PARTS, self._rings, tenant.lines, strict=True):
-            if not lines:
-                if ring:
-                    ring.discard(tenant)
-            elif held:
-                ring.discard(tenant)
-            else:
+            if lines.amounts and held is None:
                 ring.put(tenant, _has(tenant, part), tenant.served_at)
+            elif tenant in ring.amounts:
+                ring.discard(tenant)
 
     def _waits_no_longer(self, turn: Turn) -> None:
         turn.waiting = False
@@ -541,7 +538,7 @@ class Turns:
         begun: list[Turn] = []
         part, misses = self._next, 0
         while self.waiting and misses < len(_PARTS):
-            line = self._first(part) if self._rings[part] else None
+            line = self._first(part) if self._rings[part].amounts else None
             if line is None:
                 misses += 1
             else:

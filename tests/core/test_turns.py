@@ -139,7 +139,7 @@ def test_limits_hold_room_is_used_and_everybody_is_served(
         tenant = endpoint.line.tenant
         its = (tenant.open, tenant.quick, tenant.new, tenant.slow, tenant.waiting)
         assert its == (0, 0, 0, 0, 0)
-    assert not any(turns._rings)
+    assert not any(ring.amounts for ring in turns._rings)
 
 
 class Thorough(Turns):
