@@ -36,7 +36,16 @@ def later(delay_s: float, call: Callable[[T], object], what: T) -> asyncio.Timer
 class OwnedLane:
     """A lane: its state, and the task that works for it."""
 
-    __slots__ = ("home", "loaded", "machine", "prepared", "task", "timer", "turn")
+    __slots__ = (
+        "home",
+        "loaded",
+        "machine",
+        "payload_bytes",
+        "prepared",
+        "task",
+        "timer",
+        "turn",
+    )
 
     def __init__(self, home: OwnedEndpoint, loaded: LoadedLane, sent_through_batch: int) -> None:
         self.home = home
@@ -53,6 +62,8 @@ class OwnedLane:
             batch_max=home.endpoint.batch_max,
         )
         self.turn = Turn(home.line)
+        # What a payload takes of those that were read last.
+        self.payload_bytes = 1
         self.task: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
         # Body and headers of the head, kept over its attempts; not those of several together.

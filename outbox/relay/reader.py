@@ -16,7 +16,7 @@ from outbox.core.round_robin import RoundRobin
 from outbox.core.steps import Gone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from outbox.core.request import Delivery
     from outbox.core.steps import Fetch
@@ -71,6 +71,7 @@ class Reader:
             )
             for lane, fetch in wanted:
                 following = _following(fetch.after_seq, rows[lane.loaded.id])
+                lane.payload_bytes = _mean_bytes(following) or lane.payload_bytes
                 lane.machine.fetched(following)
                 if following:
                     self._on_rows(lane)
@@ -83,8 +84,19 @@ class Reader:
 
 
 def _rows_max(lane: OwnedLane) -> int:
-    """What is read for a lane at once: more, if more of it goes together."""
-    return max(ROWS_PER_LANE, lane.home.endpoint.batch_max or 0)
+    """What is read for a lane at once: more, if more of it goes together, and less, if what
+    was read last was large.
+    """
+    most = max(ROWS_PER_LANE, lane.home.endpoint.batch_max or 0)
+    return min(most, BATCH_BYTES_MAX // lane.payload_bytes + 1)
+
+
+def _mean_bytes(rows: Sequence[Delivery | Gone]) -> int:
+    """What a payload takes; a read is bounded by what payloads take as they are stored, and
+    compressed that may be little.
+    """
+    sizes = [len(row.payload) for row in rows if not isinstance(row, Gone)]
+    return sum(sizes) // len(sizes) if sizes else 0
 
 
 def _following(seq: int, rows: Iterable[Delivery | Gone]) -> list[Delivery | Gone]:

@@ -23,6 +23,7 @@ class Reading:
     id: int
     batch_max: int | None
     got: int = 0
+    payload_bytes: int = 1
 
     @property
     def loaded(self) -> Any:
@@ -76,6 +77,16 @@ async def test_payloads_that_are_small_only_as_they_are_stored_are_bounded_in_ha
     # As many as of any lane it may always have.
     await read(lanes[:1], Full(large * 10))
     assert lanes[0].got == ROWS_PER_LANE
+
+
+async def test_where_payloads_are_large_fewer_are_read() -> None:
+    """What a read takes is known when it is there, and the next one is smaller."""
+    lanes = [Reading(n, None) for n in range(16)]
+    store = Full(b'"%b"' % (b"x" * 250_000))
+    await read(lanes, store)
+    await read(lanes, store)
+    # Four of them go in a request.
+    assert store.reads == [16 * ROWS_PER_LANE, 16 * 4]
 
 
 async def read(lanes: Sequence[Reading], store: Full) -> None:

@@ -114,6 +114,7 @@ def lane(lane_id: int, endpoint_id: int, tenant: str | None, owed: int = 1000) -
     return SimpleNamespace(
         home=SimpleNamespace(endpoint=endpoint, stopped=True),
         loaded=SimpleNamespace(id=lane_id),
+        payload_bytes=1,
         machine=SimpleNamespace(fetched=lambda _: None, owed=owed),
     )
 
