@@ -164,7 +164,7 @@ async def page(
         rows = [
             row
             for row in await connection.fetch(
-                READ_DELIVERIES, [lane.id], [batch], [after], limit, PAGE_BYTES_MAX
+                READ_DELIVERIES, [lane.id], [batch], [after], [limit], PAGE_BYTES_MAX
             )
             if row["seq"] <= lane.acknowledged
         ]

@@ -5,7 +5,6 @@ Each takes something out of the product, in the process that it is called in.
 
 from __future__ import annotations
 
-import hmac
 import re
 from typing import TYPE_CHECKING, Any, cast
 
@@ -62,17 +61,13 @@ def unsigned_time() -> None:
     """The time stamp is no part of what is signed."""
     from outbox.core import signature
 
-    digest = hmac.digest
+    of_all = signature._hmac
 
-    def without(key: bytes, signed: bytes, name: str) -> bytes:
-        message_id, _, rest = signed.partition(b".")
-        return digest(key, message_id + rest.partition(b".")[2], name)
+    def without(secret: bytes, *signed: bytes) -> str:
+        message_id, _, rest = b"".join(signed).partition(b".")
+        return of_all(secret, message_id + rest.partition(b".")[2])
 
-    class Hmac:
-        compare_digest = staticmethod(hmac.compare_digest)
-        digest = staticmethod(without)
-
-    cast("Any", signature).hmac = Hmac
+    cast("Any", signature)._hmac = without
     _sign_again()
 
 

@@ -49,7 +49,6 @@ _NAMES = (
     "X-Event",
     "X-Previous-Sequence",
     "X-Attempt",
-    "X-Last-Sequence",
 )
 _FIELDS = (
     ("X-Event", "id"),
@@ -390,9 +389,9 @@ TARGETS = (
             fields("id", '10{"a":1}'),
             fields(_SIGNED["webhook-id"], b"0" + _BATCH),
         ),
-        words=('"delivery":"', "},{", "[{", "}]", '"previous_sequence":', '"sequence":',
-               '"lane":', '"replay_of":{', '"copy_of":', '"backfill":', '"lane_ends":true',
-               '"id":', '"type":', "null", "-1", "1e400",
+        words=('"delivery":"', "X-Last-Sequence", "},{", "[{", "}]", '"previous_sequence":',
+               '"sequence":', '"lane":', '"replay_of":{', '"copy_of":', '"backfill":',
+               '"lane_ends":true', '"id":', '"type":', "null", "-1", "1e400",
                "9223372036854775808", "18446744073709551615", "\\u0000", "\\ud800", '"data":',
                "outbox.checkpoint", '"given_up":[[', "true", "1.0", '"tenant":', '"key":'),
         bytes_max=1500,
