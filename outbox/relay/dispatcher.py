@@ -26,7 +26,7 @@ from outbox.relay.reader import Reader
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from uuid import UUID
 
     from outbox.core.answer import Answer
@@ -91,10 +91,9 @@ class Dispatcher:
 
     # ---------------------------------------------------------- what is owned
 
-    def lanes(self) -> Iterator[tuple[Lane, int]]:
-        """Every owned lane with its epoch."""
-        for lane in self._lanes.values():
-            yield lane.machine, lane.home.epoch
+    def lane(self, lane_id: int) -> Lane:
+        """An owned lane."""
+        return self._lanes[lane_id].machine
 
     def endpoints(self) -> list[Endpoint]:
         """Every owned endpoint."""

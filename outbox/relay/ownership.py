@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.lane import Lane
 from outbox.core.news import News, Teller
 from outbox.core.ownership import PeerWatch, Portion, preferred
 from outbox.relay.bell import Bell
@@ -274,8 +273,8 @@ class Ownership:
         self._dispatcher.adopt(loaded, endpoints, epochs, batch)
         for lane in loaded:
             if lane.tail:
-                was = Lane(lane.id, lane.progress, lane.tail, lane.last_seq, batch)
-                self._recorder.taken(lane.id, epochs[lane.endpoint_id], was.checkpoint())
+                progress = self._dispatcher.lane(lane.id).checkpoint()
+                self._recorder.taken(lane.id, epochs[lane.endpoint_id], progress)
         # Batches of our own that were committed while the lanes were read
         # were offered to nobody.
         self._dispatcher.offer(await self._lanes.counters([lane.id for lane in loaded]))
