@@ -146,7 +146,15 @@ def main() -> None:
     given = parser.parse_args()
     loop = new_event_loop()
     asyncio.set_event_loop(loop)
-    receiver = Receiver()
+    receiver, failures = Receiver(), []
+
+    def fail(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # Whoever waits for an answer hears of it by the end.
+        loop.default_exception_handler(context)
+        failures.append(context)
+        loop.stop()
+
+    loop.set_exception_handler(fail)
 
     async def start() -> None:
         tls = None
@@ -164,6 +172,7 @@ def main() -> None:
 
     loop.run_until_complete(start())
     loop.run_forever()
+    sys.exit(bool(failures))
 
 
 if __name__ == "__main__":

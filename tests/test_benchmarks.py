@@ -106,7 +106,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
     # Several each of most of them.
-    assert len(rows) == 1 + 5 + 2 + 1 + 3 + 1 + 1 + 3 + 4 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 1
+    assert len(rows) == 1 + 5 + 2 + 1 + 3 + 1 + 1 + 3 + 4 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 2
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()

@@ -5,14 +5,15 @@ the first quiet event to the last: more than can be delivered meanwhile waits in
 before that, and more is published all the time, in small transactions.  So the relay never
 has nothing else to do.  Slow and dead endpoints are owed as much.
 Everybody shares the machine, the producer and PostgreSQL, too: what a flood takes of
-those is in the figures.
+those is in the figures.  So a flood is also there beside the quiet one as another relay's,
+on the same machine and the same PostgreSQL: that is what no fairness of a relay can mend.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ SECONDS, QUICK_SECONDS = 12.0, 1.0
 LANES = 4
 SHARES = {"p50": 0.5, "p99": 0.99}
 UNHARMED = Target("at most", 2.0)
-WAITING_PER_S, QUICK_WAITING_PER_S = 8_000, 500
+WAITING_PER_S, QUICK_WAITING_PER_S = 16_000, 500
 """So many deliveries wait for each second that is measured."""
 FLOOD_PER_S, AT_ONCE = 1_000, 20
 """Events that are published meanwhile, and those of one transaction."""
@@ -65,12 +66,17 @@ class Others:
     delay_s: float = 0.0
     dead: bool = False
     """Nobody listens where they are."""
+    floods: bool = False
+    """They take what they are owed, as quickly as it can be sent."""
+    apart: bool = False
+    """Another relay delivers to them, from another database of the same server."""
 
 
+OURS, ALONE, APART = "beside others", "alone", "beside another relay's"
 NOBODY = Others("nobody", 0, 0)
 OTHERS = (
-    Others("one endpoint with a flood", 1, 64),
-    Others("a tenant with a flood to 20 endpoints", 20, 16, tenant="flooding"),
+    Others("one endpoint with a flood", 1, 64, floods=True),
+    Others("a tenant with a flood to 20 endpoints", 20, 16, tenant="flooding", floods=True),
     Others("20 endpoints that take 5 s", 20, 16, delay_s=5.0),
     Others("20 dead endpoints", 20, 16, dead=True),
 )
@@ -93,24 +99,31 @@ async def run(
     """The same with other numbers."""
     rows: list[Row] = []
     for others in everybody:
-        found: dict[str, list[dict[str, float]]] = {others.name: [], NOBODY.name: []}
-        sides = [others, NOBODY]
+        sides = {OURS: others, ALONE: NOBODY}
+        if others.floods:
+            sides[APART] = replace(others, apart=True)
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        turns = list(sides.items())
         for number in range(rounds):
-            for side in sides:
-                found[side.name].append(await _turn(stage, side, seconds, flood))
-                told = ", ".join(f"{k} {v:.2f} ms" for k, v in found[side.name][-1].items())
-                stage.say(f"fair, round {number + 1} of {rounds}, beside {side.name}: {told}")
-            sides.reverse()  # Neither always comes after the other.
+            for name, side in turns:
+                found[name].append(await _turn(stage, side, seconds, flood))
+                told = ", ".join(f"{k} {v:.2f} ms" for k, v in found[name][-1].items())
+                apart = " of another relay" if side.apart else ""
+                stage.say(
+                    f"fair, round {number + 1} of {rounds}, beside {side.name}{apart}: {told}"
+                )
+            turns.reverse()  # Nobody always comes after another.
         rows += [
             Row(
                 "fair",
                 f"beside {others.name}, {share}",
                 "ms",
-                Samples(tuple(each[share] for each in found[others.name])),
-                "alone",
-                Samples(tuple(each[share] for each in found[NOBODY.name])),
+                Samples(tuple(each[share] for each in found[OURS])),
+                name,
+                Samples(tuple(each[share] for each in found[name])),
                 target=UNHARMED,
             )
+            for name in list(sides)[1:]
             for share in SHARES
         ]
     return rows
@@ -121,16 +134,22 @@ async def _turn(stage: Stage, others: Others, seconds: float, flood: int) -> dic
         database = await stack.enter_async_context(stage.server.database())
         receiver = await stack.enter_async_context(child("receiver"))
         url = f"http://127.0.0.1:{(await receiver.answer())['http']}/"
-        receiver.tell(expect=0, delay_s=others.delay_s, keep=False)
+        receiver.tell(expect=0, every=0, delay_s=others.delay_s, keep=False)
         connection = await stack.enter_async_context(search(database))
         await connection.execute(MAKE_ACCOUNTS)
         await _add(connection, "quiet", stage.urls["http"], "order.paid", LANES)
+        theirs = database
+        if others.apart:
+            theirs = await stack.enter_async_context(stage.server.database())
+            connection = await stack.enter_async_context(search(theirs))
         for n in range(others.endpoints):
             where = f"http://127.0.0.1:{free_port()}/" if others.dead else f"{url}?{n}"
             await _add(connection, f"n{n}", where, f"flood.n{n}", others.lanes, others.tenant)
         relay = await stack.enter_async_context(stage.relay(database))
+        if others.apart:
+            relay = await stack.enter_async_context(stage.relay(theirs))
         if others.endpoints:
-            await stack.enter_async_context(_flooding(database, relay, others, flood))
+            await stack.enter_async_context(_flooding(theirs, relay, others, flood))
         events = int(PER_S * seconds)
         stage.expect(events, keep=True)
         made = await produce(database, "event-alone", PER_S, events)

@@ -23,13 +23,14 @@ from outbox.core.turns import Turns
 if TYPE_CHECKING:
     from outbox.core.lines import Turn
 
-LATE_S = 0.005
-"""The loop is late by more than this when it has too much to do at once."""
-OWN_DOING = 3
+LATE_S = 0.001
+"""The loop is late by more than this when it has too much to do at once.  A quiet endpoint's
+event waits for half a dozen passes until it is sent."""
+OWN_DOING = 4
 """Requests take long because of the loop if that is at most so many times what it is late by."""
-EACH_FIRST, EACH_MIN = 32, 2
+EACH_FIRST, EACH_MIN = 16, 2
 """Open at once for anybody: at first, and however late the loop is."""
-OPEN_MIN = 16
+OPEN_MIN = 6
 """So many keep the loop busy, even if what it was late by is another process's doing."""
 
 
