@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
+from outbox.store.connect import in_one_line
+
 if TYPE_CHECKING:
     from outbox.store.partitions import PartitionStore
     from outbox.store.retention import RetentionStore
@@ -37,7 +39,7 @@ async def maintain(partitions: PartitionStore, retention: RetentionStore) -> Non
         except asyncpg.PostgresConnectionError:
             raise
         except asyncpg.PostgresError as error:
-            log.warning("maintenance was refused", reason=str(error), retry_s=EVERY_S)
+            log.warning("maintenance was refused", reason=in_one_line(error), retry_s=EVERY_S)
         await asyncio.sleep(EVERY_S)
 
 

@@ -12,6 +12,7 @@ import asyncpg
 import structlog
 
 from outbox.relay.bell import Bell
+from outbox.store.connect import in_one_line
 
 if TYPE_CHECKING:
     from outbox.store.ticking import TickStore
@@ -56,8 +57,7 @@ class Ticker:
                     raise
                 except asyncpg.PostgresError as error:
                     wait_s = REFUSED_RETRY_S
-                    reason = str(error).partition("\n")[0]
-                    log.error("ticks were refused", reason=reason, retry_s=wait_s)
+                    log.error("ticks were refused", reason=in_one_line(error), retry_s=wait_s)
             await self._bell.wait(wait_s)
 
     async def _look(self) -> float:

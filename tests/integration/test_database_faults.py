@@ -305,3 +305,19 @@ async def test_a_right_that_is_missing_for_a_while(
         await fetchval(database, f"GRANT {right} ON relay.{table} TO plain")
     async with database.connection() as admin:
         await admin.execute("DROP OWNED BY plain; DROP ROLE plain")
+
+
+async def test_what_is_refused_beside_deliveries_is_said_in_one_line(
+    database: Database, logs: Logs
+) -> None:
+    # The server adds a hint to it, on a line of its own.
+    rename = "ALTER TABLE relay.{} RENAME COLUMN {} TO {}"
+    renamed = [("period", "dropped_at", "dropped_on"), ("schedule", "look_at", "looks_at")]
+    async with under_load(database):
+        for table, name, other in renamed:
+            await fetchval(database, rename.format(table, name, other))
+        for event in ("maintenance was refused", "ticks were refused"):
+            await until(lambda event=event: reasons(logs, event), 20, event)
+        for table, name, other in renamed:
+            await fetchval(database, rename.format(table, other, name))
+    assert reasons(logs) == []
