@@ -262,6 +262,22 @@ class Lane:
             batch=batch,
         )
 
+    def ahead(self) -> Send | None:
+        """What comes next if what is out is delivered; None: nothing, or it is not known yet."""
+        hand = self._hand
+        if self._busy is not _SENDING or hand.batch_max is not None or len(hand.queue) < 2:
+            return None
+        head, after = hand.queue[0], hand.queue[1]
+        if isinstance(after, Gone):
+            return None
+        return Send(
+            after,
+            head.seq,
+            attempt=1,
+            maybe_sent_before=after.batch <= self._sent_through_batch,
+            lane_ends=self._ended and after.seq == self._last_seq,
+        )
+
     def fetch(self) -> Fetch | None:
         """What to read, if the lane runs low and there is more."""
         return None if self._stopped else self._hand.fetch(self._last_seq)

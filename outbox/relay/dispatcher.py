@@ -77,6 +77,7 @@ class Dispatcher:
         self._transport = transport
         self._lease_left_s = lease_left_s
         self._queueing = Queueing(turns)
+        self._loop = asyncio.get_running_loop()
         self._on_quiet = on_quiet
         self._on_health = on_health
         self._now = now
@@ -393,6 +394,9 @@ class Dispatcher:
             request, span = self._observer.begins(
                 lane, send, lane.request(send, started_at), started_at
             )
+            if send.attempt == 1 and state is _HEALTHY:
+                # While it is out: a lane that is alone waits for its receiver, not for us.
+                self._loop.call_soon(lane.look_ahead, started_at)
             try:
                 answer = await queueing.send(lane.turn, self._transport.send(request))
             except BaseException:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outbox.core.batch import prepare_batch
 from outbox.core.generations import Generations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from outbox.core.lines import Line
     from outbox.core.request import Prepared
+    from outbox.core.signature import SigningKey
     from outbox.core.steps import Send
     from outbox.store.destinations import Endpoint
     from outbox.store.lanes import LoadedLane
@@ -33,10 +34,31 @@ def later(delay_s: float, call: Callable[[T], object], what: T) -> asyncio.Timer
     return asyncio.get_running_loop().call_later(max(delay_s, 0.0), call, what)
 
 
+class Ahead(NamedTuple):
+    """The first attempt of a delivery, built while the one before it is out."""
+
+    send: Send
+    prepared: Prepared
+    at_s: int
+    """Signed for this second."""
+    keys: list[SigningKey]
+    request: Request
+
+    def serves(self, send: Send) -> bool:
+        """Whether that is what is sent now: nobody has tried to send it before."""
+        was = self.send
+        return (
+            was.delivery is send.delivery
+            and was.previous_seq == send.previous_seq
+            and was.lane_ends == send.lane_ends
+        )
+
+
 class OwnedLane:
     """A lane: its state, and the task that works for it."""
 
     __slots__ = (
+        "ahead",
         "home",
         "loaded",
         "machine",
@@ -68,6 +90,8 @@ class OwnedLane:
         self.timer: asyncio.TimerHandle | None = None
         # Body and headers of the head, kept over its attempts; not those of several together.
         self.prepared: tuple[int, bool, Prepared] | None = None
+        # For when the head is delivered.
+        self.ahead: Ahead | None = None
 
     def gate(self, now: float) -> Gate:
         """What generations and health allow it."""
@@ -83,12 +107,26 @@ class OwnedLane:
     def request(self, send: Send, started_at: float) -> Request:
         """What an attempt sends, signed for the time at which it starts."""
         endpoint, delivery = self.home.endpoint, send.delivery
-        known = self.prepared
+        keys = endpoint.secrets_at(started_at)
+        known, ahead, self.ahead = self.prepared, self.ahead, None
+        if ahead is not None and ahead.serves(send):
+            known = self.prepared = delivery.seq, send.lane_ends, ahead.prepared
+            if ahead.at_s == int(started_at) and ahead.keys == keys:
+                return ahead.request
         if known is None or known[0] != delivery.seq or known[1] != send.lane_ends:
             known = delivery.seq, send.lane_ends, self._prepare(send)
             self.prepared = known if len(send.batch) <= 1 else None
-        secrets = endpoint.secrets_at(started_at)
-        return addressed(endpoint, known[2], send.attempt, int(started_at), secrets)
+        return addressed(endpoint, known[2], send.attempt, int(started_at), keys)
+
+    def look_ahead(self, now: float) -> None:
+        """Build what follows, while a request is out and there is time."""
+        send = self.machine.ahead()
+        if send is None or self.ahead is not None:
+            return
+        endpoint, prepared, at_s = self.home.endpoint, self._prepare(send), int(now)
+        keys = endpoint.secrets_at(now)
+        request = addressed(endpoint, prepared, send.attempt, at_s, keys)
+        self.ahead = Ahead(send, prepared, at_s, keys, request)
 
     def _prepare(self, send: Send) -> Prepared:
         headers, ends = self.home.endpoint.headers, send.lane_ends
@@ -169,7 +207,7 @@ class OwnedEndpoint:
         """The settings were changed, or an operator paused or resumed it."""
         was, self.endpoint = self.endpoint, endpoint
         for lane in self.lanes.values():
-            lane.prepared = None
+            lane.prepared = lane.ahead = None
             lane.machine.batch_up_to(endpoint.batch_max)
         if endpoint.state == "paused":
             self.health.pause()
