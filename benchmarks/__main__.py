@@ -20,6 +20,7 @@ from benchmarks import (
     hostile,
     kept,
     latency,
+    majors,
     memory,
     million,
     outage,
@@ -39,7 +40,7 @@ from benchmarks.stage import stage
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from benchmarks.figures import Row
 
@@ -50,6 +51,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "peers": peers.measure,
     "watched": watched.measure,
     "commits": commits.measure,
+    "majors": majors.measure,
     "latency": latency.measure,
     "replays": replays.measure,
     "memory": memory.measure,
@@ -66,6 +68,7 @@ SECTIONS: dict[str, Callable[..., Awaitable[list[Row]]]] = {
     "fair": fair.measure,
 }
 ROUNDS, QUICK_ROUNDS = 5, 1
+INTERRUPTED = 130
 
 
 def _sections(_: click.Context, __: click.Parameter, value: str | None) -> list[str]:
@@ -79,7 +82,7 @@ def _sections(_: click.Context, __: click.Parameter, value: str | None) -> list[
 @click.command(
     epilog="""\b
 Exit codes: 0 every target that was measured is met, 1 one is missed, 2 wrong
-usage, 3 it could not run.
+usage, 3 it could not run, 130 interrupted.
 """
 )
 @click.option("--quick", is_flag=True, help="Short: small numbers, one round, only to see it work.")
@@ -125,8 +128,9 @@ def main(
     """Measure the relay beside what it is built on, and beside others.
 
     Starts a PostgreSQL, receivers, clients and relays of its own on this
-    machine, and ends all of them. Takes an hour and a half; with --quick some
-    minutes, with --full half an hour more.
+    machine, and ends all of them. Takes some two hours; with --quick some
+    minutes, with --full half an hour more. Each section is written as it ends,
+    so that a run that is broken off keeps those that it had.
 
     The PostgreSQL is the newest one that is embedded. OUTBOX_PG_BIN names the
     directory of another one's programs, --dsn one that runs.
@@ -146,24 +150,24 @@ def main(
             out.mkdir(parents=True, exist_ok=True)
             (out / "profile.svg").write_text(asyncio.run(_profile(quick=quick)), "utf-8")
             return
-        measured = _measure(only, rounds, quick=quick, dsn=dsn, deliveries=deliveries)
-        found, facts, pictures = asyncio.run(measured)
+        sections = {} if quick else kept.read(out)
+        rows: list[Row] = []
+
+        def keep(name: str, measured: kept.Measured, pictures: dict[str, str]) -> None:
+            sections[name] = measured
+            rows.extend(measured.rows)
+            _write(out, sections, pictures, quick=quick)
+
+        measuring = _measure(only, rounds, keep, quick=quick, dsn=dsn, deliveries=deliveries)
+        asyncio.run(measuring)
     except OutboxError as error:
         click.echo(f"bench: {error}", err=True)
         sys.exit(error.exit_code)
-    out.mkdir(parents=True, exist_ok=True)
-    sections = {} if quick else kept.read(out)
-    for name in only:
-        sections[name] = kept.Measured(tuple(found[name]), facts, rounds)
-    sections = {name: sections[name] for name in SECTIONS if name in sections}
-    if not quick:
-        kept.write(out, sections)
-    (out / "results.md").write_text(table(sections, quick=quick), "utf-8")
-    whole = draw([row for each in sections.values() for row in each.rows])
-    for name, picture in {"results.svg": whole, **pictures}.items():
-        (out / name).write_text(picture, "utf-8")
-    rows = [row for name in only for row in found[name]]
+    except KeyboardInterrupt:
+        click.echo(f"bench: interrupted; every section that ended is in {out}", err=True)
+        sys.exit(INTERRUPTED)
     if as_json:
+        facts = sections[only[-1]].facts
         told = {"machine": facts, "rounds": rounds, "rows": [row.as_json() for row in rows]}
         click.echo(orjson.dumps(told).decode())
     else:
@@ -172,14 +176,35 @@ def main(
 
 
 async def _measure(
-    only: Sequence[str], rounds: int, *, quick: bool, dsn: str | None, deliveries: int | None
-) -> tuple[dict[str, list[Row]], dict[str, str], dict[str, str]]:
-    found: dict[str, list[Row]] = {}
+    only: Sequence[str],
+    rounds: int,
+    keep: Callable[[str, kept.Measured, dict[str, str]], None],
+    *,
+    quick: bool,
+    dsn: str | None,
+    deliveries: int | None,
+) -> None:
+    """Measure; each section is kept as it ends, since a run of hours may be broken off."""
     say = partial(click.echo, err=True)
     async with stage(say, dsn=dsn, deliveries=deliveries) as set_up:
         for name in only:
-            found[name] = await SECTIONS[name](set_up, rounds, quick=quick)
-        return found, machine(set_up.told), set_up.pictures
+            rows = await SECTIONS[name](set_up, rounds, quick=quick)
+            measured = kept.Measured(tuple(rows), machine(set_up.told), rounds)
+            keep(name, measured, set_up.pictures)
+
+
+def _write(
+    out: Path, sections: Mapping[str, kept.Measured], pictures: Mapping[str, str], *, quick: bool
+) -> None:
+    """Table and pictures, of what was measured by now and before."""
+    out.mkdir(parents=True, exist_ok=True)
+    sections = {name: sections[name] for name in SECTIONS if name in sections}
+    if not quick:
+        kept.write(out, sections)
+    (out / "results.md").write_text(table(sections, quick=quick), "utf-8")
+    whole = draw([row for each in sections.values() for row in each.rows])
+    for name, picture in {"results.svg": whole, **pictures}.items():
+        (out / name).write_text(picture, "utf-8")
 
 
 async def _profile(*, quick: bool) -> str:

@@ -51,7 +51,10 @@ def write(directory: Path, sections: Mapping[str, Measured]) -> None:
         }
         for name, each in sections.items()
     }
-    (directory / FILE).write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+    # Beside it first: a run may be broken off at any time, and this is what others left.
+    beside = directory / f"{FILE}.new"
+    beside.write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+    beside.replace(directory / FILE)
 
 
 def _row(told: dict[str, Any]) -> Row:

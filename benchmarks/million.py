@@ -1,13 +1,15 @@
 """Millions of deliveries end to end: does anything get slower, or grow, and what is left?
 
-Events are written while the relay delivers them, so that a bounded backlog is always
-there.  The last fifth of them beside the first tells whether it goes on as fast as it
-began; the relay's resident size after the last tenth beside that after the first, whether
-it grows.  The tables are weighed before, at the end, and when everything was kept long
-enough: that takes a month, so retention is told here that a period lasts no time, and does
-what a relay's maintenance does then.  What is only ever added to has to be as it was before;
-what is written over, a row for each lane and the like, is as large as what a minute leaves
-behind, which is when autovacuum comes, and must not become more.
+Events are written while the relay delivers them, so that a bounded backlog is always there.
+When they are there, some more take turns with as many in a new database that has its own
+relay, which tells whether it is as fast as it was in the beginning: the last fifth of them
+beside the first would tell as much of the machine, minutes later.  The relay's resident size
+after the last tenth beside that after the first tells whether it grows.  The tables are
+weighed before, at the end, and when everything was kept long enough: that takes a month, so
+retention is told here that a period lasts no time, and does what a relay's maintenance does
+then.  What is only ever added to has to be as it was before; what is written over, a row for
+each lane and the like, is as large as what a minute leaves behind, which is when autovacuum
+comes, and must not become more.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from benchmarks.deliveries import FRAME_BYTES
-from benchmarks.figures import Row, Samples, Target
+from benchmarks.figures import Rounds, Row, Samples, Target
 from benchmarks.peers.turns import unless_ended
 from benchmarks.stage import add_endpoint, search, until
 from outbox.core.periods import Keep
@@ -28,6 +30,8 @@ from outbox.store.partitions import PartitionStore
 from outbox.store.retention import RetentionStore
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncpg import Connection
 
     from benchmarks.stage import Stage
@@ -38,6 +42,8 @@ FULL_DELIVERIES = 5_000_000
 LANES = 64
 PAYLOAD_BYTES = 200
 TENTHS, OF_A_FIFTH = 10, 2
+TURNS, OF_A_TURN = 5, 50
+"""Of those that come after all of them, and how many times fewer these are."""
 STEPS = 500
 """The receiver tells so often how many it has, and so many pieces is everything written in."""
 BACKLOG = 20_000
@@ -48,6 +54,7 @@ TURNS_MAX = 100
 """Of retention: each period begins, settles and goes in three, unless somebody reads."""
 MB = 1e6
 PACE = Target("at least", 0.9)
+OLD, NEW = "after all of them", "in a new database"
 MEMORY = Target("at most", 1.1)
 TABLES = Target("at most", 1.1)
 WRITTEN_OVER = Target("under", 8.0)
@@ -84,7 +91,7 @@ async def measure(stage: Stage, _rounds: int, *, quick: bool) -> list[Row]:
 
 async def run(stage: Stage, deliveries: int) -> list[Row]:
     """The same with another number."""
-    deliveries -= deliveries % STEPS
+    deliveries = _whole(deliveries)
     async with stage.server.database() as database, search(database) as connection:
         await add_endpoint(connection, stage.urls["http"], lanes=LANES)
         async with stage.relay(database) as relay:
@@ -95,9 +102,10 @@ async def run(stage: Stage, deliveries: int) -> list[Row]:
             await stage.receiver.answer()
             await _retain(stage, connection, relay)
             rest = await _sizes(connection)
-            times, rss, over = await _deliver(stage, connection, relay, deliveries)
+            times, rss, over = await _deliver(stage, connection, relay, deliveries, stage.say)
             await until(connection, SETTLED, relay)
             end = await _sizes(connection)
+            pace = await _in_turns(stage, connection, relay, _whole(deliveries // OF_A_TURN))
             await _retain(stage, connection, relay)
             after = await _sizes(connection)
     _tell_tables(stage, rest, end, after)
@@ -108,12 +116,20 @@ async def run(stage: Stage, deliveries: int) -> list[Row]:
     return [
         Row(
             "million",
+            f"when {deliveries:,} were delivered",
+            "/s",
+            pace.of(OLD),
+            NEW,
+            pace.of(NEW),
+            target=PACE,
+        ),
+        Row(
+            "million",
             f"the last fifth of {deliveries:,}",
             "/s",
             Samples((last,)),
             "the first fifth",
             Samples((first,)),
-            target=PACE,
         ),
         Row(
             "million",
@@ -146,8 +162,38 @@ async def run(stage: Stage, deliveries: int) -> list[Row]:
     ]
 
 
-async def _deliver(
+def _whole(deliveries: int) -> int:
+    """As many, or a few less or more, so that all steps are alike."""
+    return max(deliveries - deliveries % STEPS, STEPS)
+
+
+async def _in_turns(
     stage: Stage, connection: Connection[Any], relay: RelayProcess, deliveries: int
+) -> Rounds:
+    """Some more deliveries a second, beside as many in a new database."""
+    found = Rounds()
+    async with stage.server.database() as database, search(database) as beside:
+        await add_endpoint(beside, stage.urls["http"], lanes=LANES)
+        async with stage.relay(database) as new:
+            turns = [(OLD, connection, relay), (NEW, beside, new)]
+            for number in range(TURNS):
+                for name, where, whose in turns:
+                    times, _, _ = await _deliver(stage, where, whose, deliveries)
+                    found.add(name, deliveries / (times[-1] - times[0]))
+                told = ", ".join(
+                    f"{name} {values[-1]:,.0f}/s" for name, values in found.values.items()
+                )
+                stage.say(f"million, turn {number + 1} of {TURNS}: {told}")
+                turns.reverse()
+    return found
+
+
+async def _deliver(
+    stage: Stage,
+    connection: Connection[Any],
+    relay: RelayProcess,
+    deliveries: int,
+    say: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[float], list[int], list[int]]:
     """When each tenth began and the last one ended; after each, the relay's size in bytes, and
     that of what is written over.
@@ -173,7 +219,7 @@ async def _deliver(
             per_s = deliveries / TENTHS / (times[-1] - times[-2])
             sizes = await _sizes(connection)
             over.append(sum(sizes.values()) - _added_to(sizes))
-            stage.say(
+            say(
                 f"million, {arrived:,} of {deliveries:,}: {per_s:,.0f}/s, "
                 f"relay {rss[-1] / MB:.0f} MB, tables {_added_to(sizes) / MB:,.0f} MB "
                 f"and {over[-1] / MB:.1f} MB that are written over"

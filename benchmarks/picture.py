@@ -52,8 +52,9 @@ AXES = {
     "peers-latency": "times what the other takes; less is better",
     "watched": "share of what the same relay does watched by nobody; more is better",
     "commits": "commits per second beside another way's; more is better",
+    "majors": "commits per second beside another way's; more is better",
     "latency": "times the sum of a commit, a NOTIFY and a POST; less is better",
-    "million": "times the same at the beginning",
+    "million": "times the same at the beginning, or in a new database",
     "outage": "times what the other takes or reaches; less is better",
     "failover": "leases from kill -9; less is better",
     "replays": "times the latency without a replay; less is better",
@@ -69,7 +70,7 @@ AXES = {
 }
 LONGEST = {"peers": 8.0}
 """Where a bar ends that would leave the others no room: some peers are much slower."""
-SEVERAL = ("commits", "peers", "peers-latency", "outage")
+SEVERAL = ("commits", "majors", "peers", "peers-latency", "outage")
 """Sections in which one figure of ours stands beside several."""
 
 

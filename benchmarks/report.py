@@ -49,6 +49,11 @@ TITLES = {
         "A producer's transactions, each with a small domain write, with {client}; the relay "
         "sequences. Data on disk, fsync on.",
     ),
+    "majors": (
+        "Commits per second on each PostgreSQL",
+        "The same with sixteen writers, on every major version, each in a server of its own that "
+        "is embedded.",
+    ),
     "latency": (
         "Commit to receiver",
         "Milliseconds from sending COMMIT to the request's arrival, 8 lanes, beside the sum of a "
@@ -67,10 +72,11 @@ TITLES = {
     "million": (
         "Millions of deliveries",
         "One relay, one endpoint of 64 lanes; events are written while they are delivered, with a "
-        "bounded backlog. The last fifth beside the first, the relay's resident size after the "
-        "last tenth beside that after the first, and the tables: what is only added to, when "
-        "everything was kept long enough, which retention is told to be at once, beside what it "
-        "was before; and what is written over, which autovacuum keeps small.",
+        "bounded backlog. When all are there, some more in turns with as many in a new database, "
+        "which has a relay of its own; the last fifth beside the first; the relay's resident size "
+        "after the last tenth beside that after the first, and the tables: what is only added to, "
+        "when everything was kept long enough, which retention is told to be at once, beside what "
+        "it was before; and what is written over, which autovacuum keeps small.",
     ),
     "outage": (
         "After an outage",
@@ -233,6 +239,8 @@ def _beside(row: Row) -> str:
 
 
 def _spread(samples: Samples, unit: str) -> str:
+    if not samples.values:
+        return ""
     if len(samples.values) == 1:
         return figure(samples.median, unit)
     bare = [figure(value, unit).removesuffix(unit).strip() for value in (samples.low, samples.high)]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import xml.etree.ElementTree as ElementTree
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -20,7 +22,9 @@ from benchmarks import (
     failover,
     horizon,
     hostile,
+    kept,
     latency,
+    majors,
     memory,
     million,
     outage,
@@ -32,6 +36,7 @@ from benchmarks import (
 from benchmarks.deliveries import Load
 from benchmarks.figures import Row, Samples, Target
 from benchmarks.history import Past
+from benchmarks.kept import Measured
 from benchmarks.peers import contestants, installing, throughput, turns
 from benchmarks.peers import latency as peers_latency
 from benchmarks.peers.counting import rate
@@ -41,6 +46,7 @@ from benchmarks.scale.crowd import Crowd
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
     from benchmarks.stage import Stage
@@ -80,6 +86,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
             *await peers_latency.run(stage, rounds, [PLAIN_LOOP, ABSENT], 0.05),
             *await watched.run(stage, rounds, Load("2 lanes", 2, 50)),
             *await commits.run(stage, stage.server, rounds, (2,), 0.2),
+            *await majors.run(stage, rounds, (stage.server.major, 9), 0.2),
             *await latency.run(stage, rounds, (100,), 0.2),
             *await memory.run(stage, 2, 50),
             *await million.run(stage, 1_000),
@@ -106,7 +113,7 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     told = orjson.loads(ended.stdout)
     rows = {(each["section"], each["beside"]): each for each in told["rows"]}
     # Several each of most of them.
-    assert len(rows) == 1 + 5 + 2 + 1 + 3 + 1 + 1 + 3 + 4 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 2
+    assert len(rows) == 1 + 6 + 2 + 1 + 3 + 3 + 1 + 1 + 4 + 4 + 2 + 1 + 1 + 1 + 1 + 2 + 7 + 2
     assert all(value > 0 for each in told["rows"] for value in each["ours"])
     assert ended.exit_code == any(each["met"] is False for each in told["rows"])
     written = (tmp_path / "results.md").read_text()
@@ -116,8 +123,10 @@ def test_it_measures_everything_and_leaves_a_table_and_a_picture(
     courses = ElementTree.fromstring((tmp_path / outage.PICTURE).read_text())  # noqa: S314
     assert len(courses.findall(".//{http://www.w3.org/2000/svg}polyline")) == 4
     absent = [each for each in told["rows"] if each["why_not"]]
-    assert [each["beside"] for each in absent] == [ABSENT.name] * 3
+    beside = [ABSENT.name] * 3 + [each.name for each, _ in majors.COMPARISONS]
+    assert [each["beside"] for each in absent] == beside
     assert f"| {ABSENT.name} | not measured: pip could not fetch it |" in written
+    assert {each["name"] for each in absent[3:]} == {"PostgreSQL 9, 16 writers"}
     assert len(bars) == 1 + len(told["rows"]) - len(absent)
 
 
@@ -135,10 +144,41 @@ def test_a_missed_target_is_a_bad_answer(
 
 
 def measured_as(*rows: Row, date: str = "today") -> Any:
-    async def measure(only: list[str], *_: object, **__: object) -> Any:
-        return {name: list(rows) for name in only}, {"date": date}, {}
+    async def measure(only: list[str], rounds: int, keep: Any, **_: object) -> None:
+        for name in only:
+            keep(name, Measured(rows, {"date": date}, rounds), {})
 
     return measure
+
+
+@pytest.mark.parametrize(
+    ("broken_by", "exit_code", "told"),
+    [(CannotRun("no room"), 3, "no room"), (KeyboardInterrupt(), 130, "interrupted")],
+)
+def test_a_run_that_is_broken_off_keeps_the_sections_that_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    broken_by: BaseException,
+    exit_code: int,
+    told: str,
+) -> None:
+    @asynccontextmanager
+    async def nowhere(*_: object, **__: object) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(told="18.4", pictures={})
+
+    async def ends(*_: object, **__: object) -> list[Row]:
+        return [row(2.0)]
+
+    async def breaks(*_: object, **__: object) -> list[Row]:
+        raise broken_by
+
+    monkeypatch.setattr(bench, "stage", nowhere)
+    monkeypatch.setattr(bench, "SECTIONS", {"latency": ends, "memory": breaks})
+    ended = CliRunner().invoke(bench.main, ["--rounds", "3", "--out", str(tmp_path)])
+    assert ended.exit_code == exit_code
+    assert told in ended.stderr
+    assert kept.read(tmp_path)["latency"].rows == (row(2.0),)
+    assert "- latency (3 rounds)" in (tmp_path / "results.md").read_text()
 
 
 def test_sections_are_renewed_one_by_one_and_say_when(
@@ -216,8 +256,8 @@ def test_an_unknown_section_is_wrong_usage() -> None:
     ended = CliRunner().invoke(bench.main, ["--only", "speed"])
     assert ended.exit_code == 2
     assert (
-        "choose from deliveries, peers, watched, commits, latency, replays, memory, million, outage"
-        in ended.stderr
+        "choose from deliveries, peers, watched, commits, majors, latency, replays, memory, "
+        "million, outage" in ended.stderr
     )
 
 

@@ -317,16 +317,21 @@ def of_several(answer: Answer) -> Answer:
 
 def _content(answer: Answer, wanted: frozenset[str], body_chars_max: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
-    headers = {
-        plain: one_line(value, SUMMARY_HEADER_CHARS_MAX)
-        for name, value in answer.headers
-        if (plain := name.lower()) in wanted
-    }
-    if headers:
+    if headers := _those(answer.headers, wanted):
         told["headers"] = headers
     if answer.body:
         told["body"] = _text(answer.body, body_chars_max)
     return told
+
+
+@lru_cache(64)
+def _those(sent: Headers, wanted: frozenset[str]) -> dict[str, str]:
+    """Remembered, because receivers send the same ones for a second or longer."""
+    return {
+        plain: one_line(value, SUMMARY_HEADER_CHARS_MAX)
+        for name, value in sent
+        if (plain := name.lower()) in wanted
+    }
 
 
 def one_line(text: str, chars_max: int = DETAIL_CHARS_MAX) -> str:

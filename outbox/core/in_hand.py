@@ -57,7 +57,7 @@ class InHand:
     def batch_up_to(self, batch_max: int | None) -> None:
         """So many may go together from now on."""
         self.batch_max = batch_max
-        self._bytes = sum(map(self._bytes_of, self.queue))
+        self._bytes = 0 if batch_max is None else sum(map(_bytes_of, self.queue))
 
     @property
     def outdated(self) -> bool:
@@ -135,7 +135,8 @@ class InHand:
         batch, queue = None, self.queue
         while queue and queue[0].seq <= seq:
             passed = queue.popleft()
-            self._bytes -= self._bytes_of(passed)
+            if self.batch_max is not None:
+                self._bytes -= _bytes_of(passed)
             batch = passed.batch
         if seq > self.fetched_seq:
             self.fetched_seq = seq
@@ -143,12 +144,14 @@ class InHand:
 
     def _take(self, delivery: Delivery | Gone) -> None:
         self.queue.append(delivery)
-        self._bytes += self._bytes_of(delivery)
+        if self.batch_max is not None:
+            self._bytes += _bytes_of(delivery)
         self.fetched_seq = delivery.seq
         self._read_from_batch = delivery.batch
 
-    def _bytes_of(self, each: Delivery | Gone) -> int:
-        return 0 if self.batch_max is None or isinstance(each, Gone) else element_bytes(each)
+
+def _bytes_of(each: Delivery | Gone) -> int:
+    return 0 if isinstance(each, Gone) else element_bytes(each)
 
 
 def is_expired(delivery: Delivery, now: float) -> bool:

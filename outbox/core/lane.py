@@ -440,7 +440,7 @@ class Lane:
         self._busy = None
 
     def recorded(self, record: Record) -> None:
-        """A record is durable."""
+        """A record is durable, and so are those of this lane that came before it."""
         seq, row = record.seq, record.attempt
         if record.progress is not None:
             self._committed = record.progress

@@ -321,15 +321,16 @@ class Dispatcher:
         """Do what the lane says until it has to wait."""
         home, machine = lane.home, lane.machine
         try:
+            now = self._now()
             while home.endpoint.usable:
-                now = self._now()
                 match machine.next(now, lane.gate(now)):
                     case Send() as send:
                         home.health.began(lane.loaded.id)
-                        await self._send(lane, send, now)
+                        now = await self._send(lane, send, now)
                     case Record() as record:
                         await self._recorder.write(machine, home.epoch, record)
-                        self._observer.given_up(lane, record, self._now())
+                        now = self._now()
+                        self._observer.given_up(lane, record, now)
                     case Fetch() as fetch:
                         self._reader.want(lane, fetch)
                         return
@@ -357,8 +358,8 @@ class Dispatcher:
         if home.stopped:
             self._on_quiet()
 
-    async def _send(self, lane: OwnedLane, send: Send, started_at: float) -> None:
-        """One attempt, and what follows from its answer.
+    async def _send(self, lane: OwnedLane, send: Send, started_at: float) -> float:
+        """One attempt, and what follows from its answer; returns when it was over.
 
         Args:
             started_at: epoch seconds; later, if it has to wait for its turn.
@@ -387,7 +388,7 @@ class Dispatcher:
                     # It would not be sent by now.
                     home.health.unsent(lane.loaded.id)
                     machine.unsent()
-                    return
+                    return started_at
                 send = left
             # As of now: whoever changes the headers meanwhile changes what is sent next.
             credentials = home.endpoint.credentials
@@ -408,20 +409,40 @@ class Dispatcher:
                 queueing.end(lane.turn, answered=answered)
         if credentials:
             answer = without(answer, credentials)
-        await self._settle(lane, send, answer, span, started_at, called_off=not answered)
+        now = self._now()
+        verdict, record = self._settle(
+            lane, send, answer, span, started_at, now, called_off=not answered
+        )
+        if not record.urgent:
+            self._recorder.add(machine, home.epoch, record)
+            if not self._recorder.full:
+                return now
+            await self._recorder.flushed()
+            return self._now()
+        await self._recorder.write(machine, home.epoch, record)
+        if record.dead is None:
+            self._observer.failed(lane, send, verdict, answer, record, now)
+        else:
+            self._observer.given_up(lane, record, now)
+        return self._now()
 
-    async def _settle(
+    def _settle(
         self,
         lane: OwnedLane,
         send: Send,
         answer: Answer,
         span: AttemptSpan | None,
         started_at: float,
+        now: float,
         *,
         called_off: bool,
-    ) -> None:
-        """What follows from an answer: it is judged, told of and written down."""
-        home, machine, now = lane.home, lane.machine, self._now()
+    ) -> tuple[Verdict, Record]:
+        """What follows from an answer: it is judged and told of.
+
+        Returns:
+            What it means, and what is to be written down, of several deliveries the last one.
+        """
+        home, machine = lane.home, lane.machine
         verdict, accepted_seq = _meaning(home.endpoint, send, answer)
         verdict = self._judge(home, send, verdict, answer, now)
         policy, u = home.endpoint.retry, self._rng.random()
@@ -433,24 +454,14 @@ class Dispatcher:
             self._observer.batch_answered(lane, send, answer, records, span)
             for each in records[:-1]:
                 self._recorder.add(machine, home.epoch, each)
-            record = records[-1]
-        else:
-            record = machine.answered(
-                verdict, answer, policy,
-                started_at=started_at, now=now, u=u,
-                blocks=home.endpoint.blocks, called_off=called_off,
-            )  # fmt: skip
-            self._observer.answered(lane, send.delivery, answer, record, span)
-        if not record.urgent:
-            self._recorder.add(machine, home.epoch, record)
-            if self._recorder.full:
-                await self._recorder.flushed()
-            return
-        await self._recorder.write(machine, home.epoch, record)
-        if record.dead is None:
-            self._observer.failed(lane, send, verdict, answer, record, now)
-        else:
-            self._observer.given_up(lane, record, now)
+            return verdict, records[-1]
+        record = machine.answered(
+            verdict, answer, policy,
+            started_at=started_at, now=now, u=u,
+            blocks=home.endpoint.blocks, called_off=called_off,
+        )  # fmt: skip
+        self._observer.answered(lane, send.delivery, answer, record, span)
+        return verdict, record
 
     def _reconsider(self, home: OwnedEndpoint) -> None:
         """Whoever waits for a turn may not want it any more, or in another way."""

@@ -166,10 +166,12 @@ class Recorder:
                     # Waiters end with the task group that all of us are in.
                     entry.done.cancel()
             raise error
-        for entry in group:
+        # A lane's records are in order, so that the last one tells how far all of them are.
+        for entry in {entry.lane: entry for entry in group}.values():
             entry.lane.recorded(entry.record)
             if entry.record.progress is None:
                 self._moved[entry.lane.id] = (entry.epoch, entry.lane.checkpoint())
+        for entry in group:
             if entry.done is not None and not entry.done.done():
                 entry.done.set_result(None)
         if group[-1] is self._newest:

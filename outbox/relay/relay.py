@@ -106,7 +106,7 @@ class Relay:
             OutboxError: the database cannot be used at the first attempt;
                 later ones are repeated.
         """
-        replica_id: int | None = None
+        former: list[int] = []
         delay_s = RETRY_MIN_S
         while not self._stop.is_set():
             session = Session(
@@ -115,7 +115,7 @@ class Relay:
                 self._connections,
                 self._name,
                 outbox.__version__,
-                predecessor=replica_id,
+                former=former,
                 clock=self._clock,
                 rng=self._rng,
                 observer=self._observer,
@@ -130,14 +130,13 @@ class Relay:
                 if task is not None and task.cancelling():
                     # A task group prefers its tasks' errors to its own cancellation.
                     raise asyncio.CancelledError from error
-                reason = _why_survivable(error, registered=session.replica_id is not None)
+                reason = _why_survivable(error, registered=bool(former))
             else:
                 break
             finally:
                 self._session = None
             self._lost = reason
             self._observer.meters.session_losses += 1
-            replica_id = session.replica_id
             if self._stop.is_set():
                 log.warning("others take over when the lease has ended", reason=reason)
                 break

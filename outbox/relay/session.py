@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -39,7 +40,7 @@ from outbox.store.lanes import LaneStore
 from outbox.store.migrate import require_current
 from outbox.store.notify import WAKE_ALL, WAKE_OWNERS
 from outbox.store.partitions import PartitionStore
-from outbox.store.records import RecordStore
+from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import WORKERS, ReplicaStore, application_name
 from outbox.store.retention import RetentionStore
 from outbox.store.ticking import TickStore
@@ -58,10 +59,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger("outbox.relay")
 
 REGISTER_S = 30.0
-"""Time to register, on top of a lease in which another session may be in the way."""
+"""Time to get ready to register."""
 QUIET_SHARE, HAND_OVER_MIN_S = 0.8, 1.0
 """Of the time to stop, for requests in flight; the rest, and in all not less than so
 many seconds, is for handing over to a database that may take its time."""
+CANCEL_MAX_S = 1.0
+"""Time for what goes on in the background to break off."""
 CLOCK_JUMP_S = 1.0
 """What the database's clock may move by without a word; timers are as late as that."""
 
@@ -75,6 +78,8 @@ class _Registered:
     """The server's; None: it does not say."""
     control: Worker
     others: tuple[Worker, ...]
+    pids: list[int]
+    """The backends of all of them that may be ended; none behind a proxy."""
     said: float
     """The database's clock, when it was registered."""
     started_at: float
@@ -85,8 +90,8 @@ class Session:
     """A registered replica.
 
     Args:
-        predecessor: the replica this process was before; it has ended, so its
-            endpoints are free at once.
+        former: the replicas that this process was before, and that may still be registered;
+            they have ended, so their endpoints are free at once. This one is added.
         clock: steady seconds, for the lease; the database tells the time.
         rng: for the jitter of retries and probes.
         observer: told of everything that happens.
@@ -100,7 +105,7 @@ class Session:
         connections: Connections,
         name: str,
         version: str,
-        predecessor: int | None,
+        former: list[int],
         clock: Callable[[], float],
         rng: random.Random,
         observer: Observer,
@@ -115,7 +120,8 @@ class Session:
         self._rng = rng
         self._name = name
         self._version = version
-        self.replica_id = predecessor
+        self._former = former
+        self._left = False
         self.working: Working | None = None
         """The parts that can be asked how they are; None: it is not registered yet."""
         self._open: list[Worker] = []
@@ -135,8 +141,12 @@ class Session:
         try:
             registered = await self._register_unless(stop)
             if registered is not None:
-                await self._work(registered, stop)
-                self.replica_id = None
+                try:
+                    await self._work(registered, stop)
+                except Exception:
+                    # What is cut after that has nothing left to do.
+                    if not self._left:
+                        raise
         finally:
             self._cut()
 
@@ -303,10 +313,15 @@ class Session:
             await recorder.checkpoint()
             await sequencer.leave()
             await replicas.leave(me, f"replica {me}")
+            self._left = True
             await control.execute(WAKE_ALL)
             for task in background:
                 task.cancel()
-            await asyncio.wait(background, timeout=settings.lease_s)
+            left_s = (stopped_by - loop.time()) / 2
+            await asyncio.wait(background, timeout=min(left_s, CANCEL_MAX_S))
+            # Also where everything here has ended: of a COMMIT that hangs nobody waits for
+            # the answer any more, and its locks are there.
+            await replicas.end_sessions(me, registered.pids)
             too_late.cancel()
             cut.cancel()
 
@@ -333,28 +348,52 @@ class Session:
     async def _register(self) -> _Registered:
         settings, clock = self._settings, self._clock
         control = await self._connect("outbox-relay")
-        with answering(control, settings.lease_s + REGISTER_S, "register a replica"):
+        with answering(control, REGISTER_S, "register a replica"):
             await require_current(control, settings.schema_name)
             # Before anything is written: if a proxy leads us elsewhere after this,
             # the fence says so.
             here = await timeline.read(control)
             replicas = ReplicaStore(control, here)
-            if (was := self.replica_id) is not None:
-                actor = f"replica {was}"
-                await replicas.bury(was, actor, settings.lease_s, called=self._name)
-            me = self.replica_id = await replicas.reserve()
+            me = await replicas.reserve()
+            if not settings.pooled:
+                await replicas.call_session(me)
         own_name = application_name(me)
         others = [await self._connect(own_name) for _ in range(WORKERS - 1)]
         # A proxy's backends are everybody's.  Otherwise all of them: whoever hangs
-        # may still hold a lock, such as the maintainer's.
-        pids = [] if settings.pooled else [c.get_server_pid() for c in others]
+        # may still hold a lock, such as the maintainer's, or one on what it was burying.
+        ours = () if settings.pooled else (*others, control)
+        pids = [each.get_server_pid() for each in ours]
+        self._former.append(me)
         with answering(control, settings.lease_s, "register a replica"):
             # When everything is there that it takes to renew the lease in time.
             started_at = clock()
             said = await replicas.register(
                 me, self._name, self._version, settings.lease_s, pids, self._vault.key_ids
             )
-        return _Registered(me, here, control, tuple(others), said, started_at)
+        if self._former != [me]:
+            with answering(control, settings.lease_s, "bury a replica"):
+                await self._bury_former(replicas, me)
+                started_at = clock()
+                renewed = await replicas.renew(me)
+            if renewed is None:
+                raise Fenced
+            said = renewed
+        return _Registered(me, here, control, tuple(others), pids, said, started_at)
+
+    async def _bury_former(self, replicas: ReplicaStore, me: int) -> None:
+        """Free what this process owned as another replica, whose session has ended.
+
+        Whoever hangs in the middle of it, with the locks that it takes, is registered by now:
+        its successor ends its sessions.
+        """
+        lock_timeout_s = self._settings.lease_s / 2
+        # The last one first: it may have hung in burying the others.
+        for was in reversed([was for was in self._former if was != me]):
+            bury = partial(replicas.bury, was, f"replica {was}", lock_timeout_s, called=self._name)
+            if not await bury():
+                # One of its sessions may have been in the way, and has been ended.
+                await bury()
+        self._former[:] = [me]
 
     async def _connect(self, name: str) -> Worker:
         connection = await self._connections.worker(name)

@@ -46,6 +46,9 @@ WITH fence AS MATERIALIZED (
 # Before it is registered, because its sessions are called by it.
 RESERVE = "SELECT nextval(pg_get_serial_sequence('replica', 'id'))"
 
+# Of the session that asked for it.
+CALL_SESSION = "SELECT set_config('application_name', $1, false)"
+
 # With the database's time, by which a relay goes.  Whoever buries a replica may end
 # its backends: `pids`, the one that sequences first.
 REGISTER = """
@@ -75,6 +78,15 @@ BACKENDS = """
 SELECT count(pg_terminate_backend(a.pid))
   FROM replica r JOIN pg_stat_activity a ON a.pid = ANY (r.pids)
  WHERE r.id = $1 AND a.application_name = $2 AND r.renewals = coalesce($3, r.renewals)
+"""
+
+# Of a replica that leaves, and whose row is gone: nobody buries it any more.  Who is in the
+# middle of something when nobody wants anything of it, or has a lock, was asked by a
+# connection that hangs.
+END_SESSIONS = """
+SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity a
+ WHERE pid = ANY ($1) AND application_name = $2 AND pid <> pg_backend_pid()
+   AND (state <> 'idle' OR EXISTS (SELECT FROM pg_locks l WHERE l.pid = a.pid))
 """
 
 # Whoever locks several rows of ownership takes them in the order of their ids: a
@@ -205,6 +217,10 @@ class ReplicaStore:
         replica_id: int = await self._db.fetchval(RESERVE)
         return replica_id
 
+    async def call_session(self, replica_id: int) -> None:
+        """Call this session by the replica's id: who buries it ends only those of its name."""
+        await self._db.execute(CALL_SESSION, application_name(replica_id))
+
     async def register(
         self,
         replica_id: int,
@@ -295,6 +311,12 @@ class ReplicaStore:
             await self._db.execute(LOCK_REPLICA, replica_id, None, None)
             await self._db.execute(FREE_ALL, replica_id, actor, "clean stop")
             await self._db.execute(REMOVE_REPLICA, replica_id)
+
+    async def end_sessions(self, replica_id: int, pids: Sequence[int]) -> None:
+        """After a clean stop: end those of its backends that may still have a lock."""
+        if pids:
+            with suppress(asyncpg.InsufficientPrivilegeError):
+                await self._db.execute(END_SESSIONS, pids, application_name(replica_id))
 
     async def claim(
         self, replica_id: int, endpoint_ids: Sequence[UUID], actor: str

@@ -3,7 +3,15 @@ from __future__ import annotations
 import pytest
 
 from outbox.core.lines import Line, Turn
-from outbox.core.pressure import EACH_FIRST, EACH_MIN, LATE_S, OPEN_MIN, PacedTurns
+from outbox.core.pressure import (
+    ALONE_AFTER_S,
+    EACH_FIRST,
+    EACH_MIN,
+    LATE_ALONE_S,
+    LATE_S,
+    OPEN_MIN,
+    PacedTurns,
+)
 
 LATE, IN_TIME, SINCE_S = 0.03, 0.0, 0.05
 
@@ -32,6 +40,12 @@ class Loop:
             turn = self.open[line].pop(0)
             self._took(self.turns.end(turn, self.now))
             self._took(self.turns.ask(turn, self.now))
+
+    def once(self) -> None:
+        """A new endpoint has a request, and no more."""
+        turn = Turn(self.join(0))
+        self._took([each for each in self.turns.ask(turn, self.now) if each is not turn])
+        self._took(self.turns.end(turn, self.now))
 
     def feel(self, late_s: float, answers: int) -> None:
         """A look at the loop, in which so many answers came since the last one."""
@@ -102,8 +116,33 @@ def test_receivers_that_take_long_are_not_the_loop_s_doing() -> None:
         loop.feel(LATE, answers)
     assert loop.turns.each_max == EACH_FIRST
     # Lateness that is none is not counted either, however much is done.
-    loop.feel(LATE_S, answers=300)
+    loop.feel(LATE_ALONE_S, answers=300)
     assert loop.turns.each_max > EACH_FIRST
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+def test_whoever_is_alone_has_more_open_until_somebody_else_is_there(tenant: str | None) -> None:
+    loop = Loop()
+    loop.join(300, tenant)
+    if tenant is not None:
+        # Another endpoint of the same tenant is nobody else.
+        loop.join(300, tenant)
+    little_late_s = (LATE_S + LATE_ALONE_S) / 2
+    for _ in range(8):
+        loop.feel(little_late_s, answers=2000)
+    alone = loop.turns.each_max
+    assert alone > 2 * EACH_FIRST
+    loop.once()
+    for _ in range(8):
+        loop.feel(little_late_s, answers=2000)
+    beside = loop.turns.each_max
+    assert beside <= OPEN_MIN
+    loop.feel(LATE_S, answers=2000)
+    assert loop.turns.each_max > beside
+    # Not for ever: whoever has had nothing for long is not there any more.
+    for _ in range(int(ALONE_AFTER_S / SINCE_S) + 8):
+        loop.feel(little_late_s, answers=20)
+    assert loop.turns.each_max >= alone
 
 
 def test_with_few_places_nobody_is_held_to_more_than_there_are() -> None:

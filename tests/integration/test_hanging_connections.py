@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.watchdog import LOOK_MAX_S, Watchdog
+from outbox.store import partitions, replicas
 from outbox.store.backends import Worker
 from tests.support.load import under_load
 from tests.support.relay import (
@@ -139,7 +140,7 @@ async def test_what_was_written_and_never_confirmed_is_not_written_again(
 async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_up(
     database: Database, opened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.session.REGISTER_S", 0.5)
+    monkeypatch.setattr("outbox.relay.session.REGISTER_S", 2.0)
     await add_endpoint(database)
     network = Network()
     async with through_lines(sockets(database), database.name) as (lines, dsn):
@@ -163,6 +164,50 @@ async def test_a_connection_that_hangs_while_a_session_begins_does_not_hold_it_u
             await publish(database, 2)
             await until(lambda: 2 in network.data(), 30, "the relay to go on")
     await all_ended(database)
+
+
+@pytest.mark.parametrize("name", ["BACKENDS", "FREE_ALL", "STAMP"])
+async def test_a_lock_of_a_connection_that_hangs_holds_nobody_up(
+    database: Database, name: str, logs: list[Any]
+) -> None:
+    """The server has been told what a statement is, and waits to be told to run it: that is
+    no idle transaction, and nothing of the server's ends it."""
+    await add_endpoint(database)
+    network = Network()
+    async with through_lines(sockets(database), database.name) as (lines, dsn):
+        async with running(database, network, dsn=dsn):
+            await publish(database, 1)
+            await until(lambda: network.accepted)
+            await until(lambda: len(lines.opened) >= len(OPENED))
+            # The next session takes over from this one, and hangs in the middle of that.
+            lines.last_words = getattr(replicas, name).encode()
+            for line in list(lines.opened):
+                line.cut()
+            await until(lambda: lines.last_words is None, 20, "the next session to hang")
+            await publish(database, 2)
+            await until(lambda: 2 in network.data(), 30, "the relay to go on")
+        assert network.data()[-1] == 2
+    assert not any("lease ran out" in each["event"] for each in logs), "it was waited for"
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize("asked", ["half", "nothing"])
+async def test_a_clean_stop_leaves_no_lock_of_a_connection_that_hangs(
+    database: Database, asked: str
+) -> None:
+    """Nobody buries a replica that has left, nor ends its sessions."""
+    async with through_lines(sockets(database), database.name) as (lines, dsn):
+        async with running(database, Network(), dsn=dsn):
+            # Whoever maintains has a lock until its session ends.
+            lines.last_words_pass = asked == "half"
+            last = partitions.READ_MISSING if asked == "half" else partitions.UNLOCK
+            lines.last_words = last.encode()
+            await until(lambda: lines.last_words is None, 20, "the connection to hang")
+        assert await fetchval(database, "SELECT count(*) FROM replica") == 0
+        locks = """
+            SELECT count(*) = 0 FROM pg_locks l JOIN pg_stat_activity a USING (pid)
+             WHERE l.locktype = 'advisory' AND a.application_name LIKE 'outbox-relay:%'"""
+        await until(lambda: fetchval(database, locks), 10, "the lock to be free")
 
 
 async def test_a_statement_that_waits_for_a_lock_is_no_connection_that_hangs(
@@ -216,7 +261,7 @@ async def test_an_answer_that_is_long_on_its_way_is_no_connection_that_hangs(
 async def test_a_database_that_does_not_let_a_replica_register_is_asked_again(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.session.REGISTER_S", 0.0)
+    monkeypatch.setattr("outbox.relay.session.REGISTER_S", 2.0)
     await add_endpoint(database)
     network = Network()
     with capture_logs() as logs:

@@ -126,9 +126,9 @@ async def test_who_waits_for_a_slot_obeys_a_retry_after_that_came_meanwhile(
     waiting: set[int] = set()
     send = Dispatcher._send
 
-    async def seen(self: Dispatcher, lane: OwnedLane, what: Send, started_at: float) -> None:
+    async def seen(self: Dispatcher, lane: OwnedLane, what: Send, started_at: float) -> float:
         waiting.add(lane.loaded.id)
-        await send(self, lane, what, started_at)
+        return await send(self, lane, what, started_at)
 
     monkeypatch.setattr(Dispatcher, "_send", seen)
     await add_endpoint(database, lanes=32, types=["a.b"])

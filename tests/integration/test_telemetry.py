@@ -108,7 +108,12 @@ async def test_what_waited_for_a_relay_was_late(database: Database) -> None:
     assert 3600 <= latency.sum < 3700
 
 
-async def test_what_is_owed_is_seen_with_its_age(database: Database) -> None:
+async def test_what_is_owed_is_seen_with_its_age(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.relay.care.SURVEY_EVERY_S", 0.05)
+    # After hours of failures the next probe would be due within a minute.
+    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 0.1)
     broken = True
 
     def script(sent: Sent) -> Answer:

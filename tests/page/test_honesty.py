@@ -333,7 +333,9 @@ async def test_what_a_receiver_says_is_text_whatever_it_says(database: Database)
         for place in ("dead/1", "endpoints/busy", "trace/k"):
             await visitor.goes_to(place)
             if place == "trace/k":
-                for each in await visitor.main.locator("summary").all():
+                answers = visitor.main.locator("table summary")
+                await visitor.sees(answers.first)
+                for each in await answers.all():
                     await each.click()
             await visitor.sees(visitor.main.get_by_text("onerror=").first)
             assert await visitor.main.locator("img, script, a[href^='javascript:']").count() == 0

@@ -444,6 +444,10 @@ class Checker:
         if not is_success and status != 409:
             self.operational.failed(sent.endpoint_id, sent.first.kind)
 
+    def closed(self, sent: Sent) -> None:
+        """The relay waits no longer: it is called off, which is a failure, or the relay ends."""
+        self.operational.failed(sent.endpoint_id, sent.first.kind)
+
     @reports
     def processed(self, attempt: Attempt) -> None:
         """The receiver did what the event asks for."""

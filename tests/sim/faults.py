@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.sim.clockwork import Process
+    from tests.sim.database.connection import Connection
     from tests.sim.simulation import Simulation
 
 
@@ -60,8 +61,11 @@ class Faults:
         ((_, kind),) = self._rng.choices(self._kinds, weights)
         what = kind()
         if what is not None:
-            self._sim.tell(what)
-            self.happened.append((self._sim.world.now, what))
+            self._tell(what)
+
+    def _tell(self, what: str) -> None:
+        self._sim.tell(what)
+        self.happened.append((self._sim.world.now, what))
 
     def _lasts_s(self) -> float:
         """Shorter or longer than a lease, or than several."""
@@ -160,11 +164,29 @@ class Faults:
         connection = self._sim.any_connection(self._rng)
         if connection is None:
             return None
+        return self._hang(connection, half_asked=self._rng.random() < 0.5)
+
+    def hang_in_transaction(self, victim: Process) -> None:
+        """The same of a connection that has locks, if there is one, between two halves of
+        a question."""
+        found = [
+            each
+            for each in self._sim.database.connections
+            if each.process is victim
+            and each.backend is not None
+            and each.backend.transaction is not None
+        ]
+        if found and not self._sim.settling:
+            self._tell(self._hang(self._rng.choice(found), half_asked=True))
+
+    def _hang(self, connection: Connection, *, half_asked: bool) -> str:
         self._trouble(connection.process)
         # It may be found out only when something is to be recorded.
         self._sim.checker.harmed_until = math.inf
-        connection.hang()
-        return f"a connection of {connection.name} hangs"
+        # Where nobody may end a session it would have its locks for ever.
+        half_asked = half_asked and self._sim.database.signals
+        connection.hang(half_asked=half_asked)
+        return f"a connection of {connection.name} hangs{', having half asked' * half_asked}"
 
     def slow_network(self) -> str | None:
         """Everything between a relay and the database takes long."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 REQUEST, EVENT, GAP = "a request begins", "an event is visible", "a batch leaves gaps open"
 TICK = "a schedule is decided on"
+BURIAL = "a replica's row is locked, to be freed of what it owns"
 
 
 class Moments:

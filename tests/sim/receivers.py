@@ -88,6 +88,9 @@ class Transport:
                 answer = Answer.failed(Failure.TIMEOUT, "no answer", world.now - started_at)
             if rng.random() < 0.2:
                 await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self._checker.closed(sent)
+            raise
         finally:
             self._checker.ends(sent)
         self._checker.answered(sent, answer)

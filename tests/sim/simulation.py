@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
+    from tests.sim.database.backend import Backend
     from tests.sim.database.connection import Connection
 
 HOUR_S = 3600.0
@@ -95,6 +96,7 @@ class Simulation:
             self.world.EPOCH_S = self.occasion.at[1] - rng.uniform(60, 1500)
         self.database = Database(self.world, random.Random(rng.random()), rng.uniform(-5, 5))
         self.database.signals = rng.random() < 0.5
+        self.database.on_burial.append(self._burying)
         lease_s = rng.choice((30.0, 60.0, 60.0, 120.0, 120.0))
         notify = rng.random() < 0.9
         # Without notifications each helping of a replay waits for the next look.
@@ -276,7 +278,10 @@ class Simulation:
         rng, world = self._rng, self.world
         requests = self._load.events * len(self.receivers) * 2 // 3 + 2
         at = self.checker.moments.at
-        for _ in range(rng.choice((0, 5, 20, 40))):
+        faults = rng.choice((0, 5, 20, 40))
+        for _ in range(rng.choice((0, 4, 8)) if faults else 0):
+            at(moments.BURIAL, rng.randrange(1, 8), self._hang_soon)
+        for _ in range(faults):
             u = rng.random()
             if u < 0.1:
                 at(moments.TICK, rng.randrange(1, 10), self._strike_at_once)
@@ -288,6 +293,17 @@ class Simulation:
                 world.at_step(int(rng.expovariate(1 / 20_000)), self.faults.strike)
             else:
                 world.at(rng.random() * self._peace_at, None, self.faults.strike)
+
+    def _burying(self, session: Backend) -> None:
+        for each in self.database.connections:
+            if each.backend is session:
+                self.checker.moments.come(moments.BURIAL, each.process.name)
+
+    def _hang_soon(self, name: str) -> None:
+        """Between any two statements, or halves of one, that bury a replica."""
+        delay_s = self.world.rng.expovariate(1000)
+        relay = self.fleet.relays[name]
+        self.world.after(delay_s, None, self.faults.hang_in_transaction, relay)
 
     def _strike_soon(self, name: str) -> None:
         """Before the answer or the next batch, while one is written, or a little later."""

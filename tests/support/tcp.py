@@ -66,7 +66,8 @@ def forward_to(socket_path: str) -> Handler:
 class Line:
     """A connection through `Lines`."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines: Lines) -> None:
+        self._lines = lines
         self.hangs = False
         """Whether everything is taken, on both sides, and nothing passed on."""
         self.flows = asyncio.Event()
@@ -92,9 +93,12 @@ class Line:
         while data := await reader.read(65536):
             if answers:
                 await self.flows.wait()
+            last = not answers and self._lines.stop_at(data)
+            self.hangs |= last and not self._lines.last_words_pass
             if not swallows():
                 writer.write(data)
                 await writer.drain()
+            self.hangs |= last
         if not swallows():
             writer.close()
 
@@ -124,6 +128,10 @@ class Lines:
         """Whether new ones hang from the beginning, as old ones do after `hang`."""
         self.refusing = False
         """Whether new ones are ended at once."""
+        self.last_words: bytes | None = None
+        """The next connection on which a client says this hangs then."""
+        self.last_words_pass = True
+        """Whether it still passes that on."""
 
     def hang(self) -> None:
         """Let everything hang, until `heal`."""
@@ -137,6 +145,13 @@ class Lines:
         for line in self.opened:
             line.cut()
 
+    def stop_at(self, data: bytes) -> bool:
+        """Whether these are the last words."""
+        if self.last_words is None or self.last_words not in data:
+            return False
+        self.last_words = None
+        return True
+
     def heal(self) -> None:
         """New connections get through; what hangs goes on hanging."""
         self.hanging = self.refusing = False
@@ -147,7 +162,7 @@ class Lines:
         if self.refusing:
             writer.transport.abort()
             return
-        line = Line()
+        line = Line(self)
         line.hangs = self.hanging
         self.opened.append(line)
         await line.connect(reader, writer, self._socket_path)

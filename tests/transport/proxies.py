@@ -80,7 +80,9 @@ class _Closing:
     writer: asyncio.StreamWriter
 
     async def aclose(self) -> None:
-        self.writer.transport.abort()
+        # Python 3.11.2, which is Debian's, cannot abort TLS that is closed already.
+        with contextlib.suppress(AttributeError):
+            self.writer.transport.abort()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
 

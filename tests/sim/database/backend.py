@@ -40,6 +40,8 @@ class Backend:
         self.idle_timeout_s = 0.0
         # The server's process gets no further before, as with a disk that does not answer.
         self.stalled_until = 0.0
+        # Told of a statement, and not to run it: that is not idle, however long it lasts.
+        self.half_asked = False
         self._tx: Transaction | None = None
         self._statement: Steps | None = None
         self._own: Transaction | None = None
@@ -169,12 +171,12 @@ class Backend:
 
     def _answer(self, result: Any, error: Exception | None) -> None:
         self.client.answer(result, error)
-        if self._tx is not None and self.idle_timeout_s:
+        if self._tx is not None and self.idle_timeout_s and not self.half_asked:
             self._token += 1
             self.engine.world.after(self.idle_timeout_s, None, self._too_idle, self._token)
 
     def _too_idle(self, token: int) -> None:
-        if token == self._token and self.alive:
+        if token == self._token and self.alive and not self.half_asked:
             self.terminate()
 
     def tell(self, channel: str, payload: str, sender: Transaction) -> None:

@@ -110,9 +110,15 @@ class Connection(Client):
             self._to_server(self.backend.client_closed)
         self._closed = True
 
-    def hang(self) -> None:
-        """From now on nothing arrives, in either direction."""
+    def hang(self, *, half_asked: bool = False) -> None:
+        """From now on nothing arrives, in either direction.
+
+        Args:
+            half_asked: of a question the first half did.
+        """
         self.hangs = True
+        if self.backend is not None:
+            self.backend.half_asked |= half_asked
 
     def cut(self) -> None:
         """Somebody on the way resets the connection: both sides see its end."""

@@ -305,6 +305,10 @@ class Engine:
 
     # -------------------------------------------------------------- sessions
 
+    def session_of(self, tx: Transaction) -> Backend:
+        """Whose transaction it is."""
+        return self.backends[int(tx.vxid.partition("/")[0])]
+
     def new_pid(self) -> int:
         """For a session."""
         self._pids += 1

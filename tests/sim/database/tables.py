@@ -170,6 +170,8 @@ class Database(Engine):
         self.journal: list[tuple[float, str, str, UUID | None, Any]] = []
         # Called with the session that has found something due.
         self.on_tick: list[Callable[[str], None]] = []
+        # Called with the session that has locked a replica, to free what that owns.
+        self.on_burial: list[Callable[[Backend], None]] = []
         # Hashes of keys, where it matters which ones they are.
         self.spreads: dict[str, int] = {}
         self._serials: dict[str, int] = {}

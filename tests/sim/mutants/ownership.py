@@ -89,6 +89,19 @@ def a_take_over_that_leaves_the_lanes_epochs(sim: Simulation) -> None:
 
 
 @mutant
+def a_session_that_no_burial_ends(sim: Simulation) -> None:
+    """The one that claims, and buries others, is not among those that are ended."""
+    register = registry.ANSWERS[replicas.REGISTER]
+
+    def register_some(
+        db: Database, tx: Transaction, new: int, name: str, version: str, pids: Any, *rest: Any
+    ) -> Any:
+        return register(db, tx, new, name, version, pids[:-1], *rest)
+
+    sim.database.changed[replicas.REGISTER] = register_some
+
+
+@mutant
 def no_look_at_the_lease_before_sending(sim: Simulation) -> None:
     """A request begins, however long ago the lease was renewed."""
     init = dispatcher.Dispatcher.__init__

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from uuid import UUID
 
+    from tests.sim.database.backend import Backend
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
 
@@ -80,6 +81,12 @@ def reserve(db: Database, tx: Transaction) -> list[Row]:
     return [{"nextval": db.serial(db.replica)}]
 
 
+@answers(replicas.CALL_SESSION)
+def call_session(db: Database, tx: Transaction, name: str) -> str:
+    db.session_of(tx).name = name
+    return "SELECT 1"
+
+
 @answers(replicas.REGISTER)
 def register(
     db: Database,
@@ -131,7 +138,12 @@ def lock_replica(
     if not meant():
         return []
     yield Wait(db.replica, replica_id, EXCLUSIVE)
-    return [{"name": "a replica"}] if meant() else []
+    if not meant():
+        return []
+    if _owned(db, tx, replica_id):
+        for watcher in db.on_burial:
+            watcher(db.session_of(tx))
+    return [{"name": "a replica"}]
 
 
 @answers(backends.READ_WORKING)
@@ -146,10 +158,27 @@ def end_backends(
     row = tx.get(db.replica, replica_id)
     if row is None or not db.signals or renewals not in (None, row["renewals"]):
         return [{"count": 0}]
-    ended = [b for pid in row["pids"] if (b := db.backends.get(pid)) is not None and b.name == name]
-    for backend in ended:
-        db.world.after(db.pause_s(), None, backend.terminate)
+    ended = _called(db, row["pids"], name)
+    _end(db, ended)
     return [{"count": len(ended)}]
+
+
+@answers(replicas.END_SESSIONS)
+def end_sessions(db: Database, tx: Transaction, pids: Sequence[int], name: str) -> str:
+    others = [b for b in _called(db, pids, name) if b is not db.session_of(tx)]
+    busy = [b for b in others if b.at_work or b.transaction is not None]
+    if db.signals:
+        _end(db, busy)
+    return f"SELECT {len(busy)}"
+
+
+def _called(db: Database, pids: Sequence[int], name: str) -> list[Backend]:
+    return [b for pid in pids if (b := db.backends.get(pid)) is not None and b.name == name]
+
+
+def _end(db: Database, backends: Iterable[Backend]) -> None:
+    for backend in backends:
+        db.world.after(db.pause_s(), None, backend.terminate)
 
 
 def _free(

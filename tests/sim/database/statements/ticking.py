@@ -36,7 +36,7 @@ def lock_due(db: Database, tx: Transaction, limit: int) -> Steps:
     found = [row for row in _active(tx.rows(db.schedule)) if row["look_at"] <= now]
     found.sort(key=lambda row: (row["look_at"], row["id"]))
     if found:
-        session = db.backends[int(tx.vxid.partition("/")[0])].name
+        session = db.session_of(tx).name
         for call in db.on_tick:
             call(session)
         if db.rng.random() < 0.3:
