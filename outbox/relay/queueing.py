@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 CALLED_OFF = "no answer yet; called off to make room for others"
+PREEMPTED = "preempted"
+"""Message of the cancellation that ends a request to free its slot."""
 
 
 class Queueing:
@@ -131,7 +133,7 @@ class Queueing:
         for turn in self.turns.take_called_off():
             # What is not being sent yet learns it when it is.
             if turn in self._sending:
-                self._sending[turn].cancel()
+                self._sending[turn].cancel(PREEMPTED)
 
     def _resolve(self, turn: Turn, *, begun: bool) -> None:
         future = self._waiting.pop(turn)

@@ -328,6 +328,11 @@ class World(Watch):
         batch = send.batch
         first, last = batch[0].seq, batch[-1].seq
         is_success = status is not None and 200 <= status <= 299
+        if status == 409 and not send.maybe_sent_before:
+            # A conflict about a new batch refuses at least its last delivery. What a receiver
+            # kept of it, it has to say (X-Accepted-Through).
+            received = received and part is not None
+            part = None if part is None else min(part, len(batch) - 1)
         if is_success or received:
             self._arrives(send, part)
         headers: tuple[tuple[str, str], ...] = ()

@@ -444,8 +444,8 @@ class Checker:
         if not is_success and status != 409:
             self.operational.failed(sent.endpoint_id, sent.first.kind)
 
-    def closed(self, sent: Sent) -> None:
-        """The relay waits no longer: it is called off, which is a failure, or the relay ends."""
+    def preempted(self, sent: Sent) -> None:
+        """The relay cancelled a request to free its slot: for the endpoint that is a failure."""
         self.operational.failed(sent.endpoint_id, sent.first.kind)
 
     @reports

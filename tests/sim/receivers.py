@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from outbox.core.answer import Answer, Failure
+from outbox.relay.queueing import PREEMPTED
 
 if TYPE_CHECKING:
     import random
@@ -88,8 +89,9 @@ class Transport:
                 answer = Answer.failed(Failure.TIMEOUT, "no answer", world.now - started_at)
             if rng.random() < 0.2:
                 await asyncio.sleep(0)
-        except asyncio.CancelledError:
-            self._checker.closed(sent)
+        except asyncio.CancelledError as error:
+            if PREEMPTED in error.args:
+                self._checker.preempted(sent)
             raise
         finally:
             self._checker.ends(sent)
