@@ -19,12 +19,12 @@ from uuid import uuid4
 import aiohttp
 
 from benchmarks.receiver import new_event_loop, say
-from outbox.core.headers import lines_of
-from outbox.core.identity import lane_name
-from outbox.core.request import Delivery, build
-from outbox.transport.egress import EgressPolicy
-from outbox.transport.outbound import Outbound
-from outbox.transport.port import Request
+from outbox.core.delivery.message import Delivery, build
+from outbox.core.model.headers import lines_of
+from outbox.core.model.ids import lane_name
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.router import Outbound
+from outbox.destinations.interface import Request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable

@@ -16,7 +16,7 @@ from benchmarks import history
 from benchmarks.figures import Rounds, Row, Target
 from benchmarks.history import LARGE, QUICK, SMALL
 from benchmarks.stage import search
-from outbox.core.identity import delivery_id
+from outbox.core.model.ids import delivery_id
 from outbox.errors import CannotRun
 from outbox.store.partitions import PartitionStore
 from tests.support.process import command_line, environment

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlencode
 
 from outbox.errors import CannotRun
-from outbox.store.connect import connect
-from outbox.store.dsn import parse
+from outbox.store.connection.connect import connect
+from outbox.store.connection.dsn import parse
 from tests.support.postgres import SCHEMA, Server
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.store.dsn import Dsn
+    from outbox.store.connection.dsn import Dsn
 
 SOURCE = "--dsn"
 CONNECTIONS_MIN = 60

@@ -11,8 +11,8 @@ import sys
 from contextlib import AsyncExitStack
 
 from benchmarks.receiver import say
+from tests.destinations.servers import serving
 from tests.support.hostile import SCRIPTS
-from tests.transport.servers import serving
 
 
 async def run() -> None:

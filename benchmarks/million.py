@@ -24,7 +24,7 @@ from benchmarks.deliveries import FRAME_BYTES
 from benchmarks.figures import Rounds, Row, Samples, Target
 from benchmarks.peers.turns import unless_ended
 from benchmarks.stage import add_endpoint, search, until
-from outbox.core.periods import Keep
+from outbox.core.sequencing.partition_window import Keep
 from outbox.errors import CannotRun
 from outbox.store.partitions import PartitionStore
 from outbox.store.retention import RetentionStore

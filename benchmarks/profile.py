@@ -30,7 +30,7 @@ LAYERS = {
     "outbox/core/": "core",
     "outbox/relay/": "relay",
     "outbox/store/": "store",
-    "outbox/transport/": "transport",
+    "outbox/destinations/": "transport",
     "outbox/telemetry/": "telemetry",
     "": "libraries",
 }

@@ -17,9 +17,9 @@ import aiohttp
 
 from benchmarks.figures import Rounds, Row, Target
 from benchmarks.stage import search
-from outbox.embedded.launch import command
+from outbox.devtools.embedded.launch import command
 from outbox.errors import CannotRun
-from outbox.receiver.verifying import pairs_of
+from outbox.receiver.verification import pairs_of
 from outbox.testing import FakeSender
 from tests.support.process import environment
 from tests.support.tcp import free_port

@@ -12,8 +12,8 @@ from benchmarks.commits import MAKE_ACCOUNTS
 from benchmarks.figures import Rounds, Row, Target, percentile
 from benchmarks.latency import NS_PER_MS, WARM_UP, produce
 from benchmarks.stage import add_endpoint, search
-from outbox.store import jobs, replays
-from outbox.store.selection import Selection
+from outbox.operations import replay_jobs, replays
+from outbox.operations.dead_letter_filter import Selection
 from tests.support.postgres import SCHEMA
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ async def measure(stage: Stage, rounds: int, *, quick: bool) -> list[Row]:
                 )
                 assert asked.job is not None
                 beside_ms = await _live(stage, database, seconds)
-                taken = (await jobs.get(connection, SCHEMA, asked.job)).taken
+                taken = (await replay_jobs.get(connection, SCHEMA, asked.job)).taken
         for name, share in SHARES.items():
             with_it.add(name, percentile(beside_ms, share))
             without.add(name, percentile(alone_ms, share))

@@ -18,11 +18,11 @@ from ipaddress import ip_network
 
 from benchmarks.client import sample
 from benchmarks.receiver import new_event_loop, say
-from outbox.core.headers import lines_of
-from outbox.core.retry import RetryPolicy
-from outbox.transport.egress import EgressPolicy
-from outbox.transport.outbound import Outbound
-from outbox.transport.port import Request
+from outbox.core.model.headers import lines_of
+from outbox.core.model.retry_policy import RetryPolicy
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.router import Outbound
+from outbox.destinations.interface import Request
 
 TICK_S = 0.002
 PAYLOAD_BYTES = 200

@@ -3,7 +3,7 @@
 A process of its own: `python -m benchmarks.sampled FILE` is `outbox relay` that, when it ends,
 leaves a line in the file for every stack that was met, outermost function first:
 
-    5 outbox/relay/dispatcher.py:Dispatcher._work;outbox/relay/dispatcher.py:Dispatcher._send
+    5 outbox/relay/session.py:Session._work;outbox/relay/relay.py:Relay.run
 
 The signal of a timer interrupts it between two steps of Python; what C code takes, and the
 system, counts for the function that called it, and the loop's own time for whom it calls next.

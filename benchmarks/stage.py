@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 import orjson
 
 from benchmarks.given import GivenServer, given
-from outbox.core.endpoint import EndpointSettings
-from outbox.core.ownership import preferred
-from outbox.core.retry import STANDARD
-from outbox.embedded.launch import command
+from outbox.core.cluster.lease import preferred
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.retry_policy import STANDARD
+from outbox.devtools.embedded.launch import command
 from outbox.errors import CannotRun
-from outbox.store import endpoint_changes
+from outbox.operations import endpoint_changes
 from tests.support.postgres import SCHEMA, Database, Server, memory
 from tests.support.process import RelayProcess, environment, relay_process
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.retry import RetryPolicy
-    from outbox.embedded import Setting
+    from outbox.core.model.retry_policy import RetryPolicy
+    from outbox.devtools.embedded import Setting
 
 # Everything that makes a commit durable is on.  In memory it costs next to
 # nothing, and the rest is seen the better.

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from outbox.store.dsn import parse
+from outbox.store.connection.dsn import parse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

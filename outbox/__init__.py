@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outbox.errors import InvalidEvent, OutboxError
-    from outbox.producer import Event, publish, publish_many, reset
+    from outbox.producers.publish import Event, publish, publish_many, reset
 
 __version__ = "0.1.0"
 __all__ = ["Event", "InvalidEvent", "OutboxError", "publish", "publish_many", "reset"]
@@ -25,7 +25,8 @@ __all__ = ["Event", "InvalidEvent", "OutboxError", "publish", "publish_many", "r
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from outbox import errors, producer
+    from outbox import errors
+    from outbox.producers import publish as producer
 
     value = getattr(errors if name in ("InvalidEvent", "OutboxError") else producer, name)
     globals()[name] = value

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
-from outbox.core.keys import parse_keys
-from outbox.core.names import schema_name
-from outbox.core.periods import Keep
-from outbox.core.quoting import cut, is_text, quoted
+from outbox.core.model.encryption_keys import parse_keys
+from outbox.core.model.sql_names import schema_name
+from outbox.core.model.text import cut, is_text, quoted
+from outbox.core.sequencing.partition_window import Keep
 from outbox.errors import UsageError
 from outbox.web.address import Address, parse_address
 from outbox.web.proxy import Proxy, parse_proxy

@@ -108,7 +108,7 @@ CREATE TRIGGER forget_credentials
 -- What signs, `whsec_…` or (ed25519) `whsk_…`; two are live while one replaces the other.
 --
 -- These, an endpoint's `identity`, and the values of its headers are secrets.  Where relays
--- have a key they are encrypted: see outbox/store/vault.py.
+-- have a key they are encrypted: see outbox/store/connection/secrets.py.
 CREATE TABLE endpoint_secret (
     endpoint_id uuid        NOT NULL REFERENCES endpoint,
     id          integer     NOT NULL,
@@ -367,7 +367,7 @@ CREATE INDEX dead_letter_range ON dead_letter (batch) WHERE outbox_id IS NULL AN
 -- What is to be sent again: dead letters or the history of an endpoint, for operators,
 -- or what a lane delivered, for its receiver.
 -- To ask costs the same whatever its size: the leader takes from it, a helping at
--- a time, within the transactions of its batches (see outbox/core/pacing.py).
+-- a time, within the transactions of its batches (see outbox/core/sequencing/replay_throttle.py).
 CREATE TABLE replay_job (
     id         bigint           GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     kind       text             NOT NULL CHECK (kind IN ('dead', 'history', 'lane')),

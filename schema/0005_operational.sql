@@ -3,7 +3,7 @@
 -- Operational events: what the relay tells about itself, as events in its own outbox.
 --
 -- They are written by the statement that makes the change they tell of, and only while
--- somebody wants them.  Which changes are told is said in outbox/core/operational.py.
+-- somebody wants them.  Which changes are told is said in outbox/core/delivery/operational_events.py.
 
 -- Whether a subscription names operational events at all.
 CREATE FUNCTION names_operational(types text[]) RETURNS boolean

@@ -1,6 +1,6 @@
 -- Programs of version 5 go on working.
 --
--- What receivers may ask a relay for: see outbox/store/fetching.py.
+-- What receivers may ask a relay for: see outbox/operations/lane_history.py.
 
 -- A token with which the receiver of one endpoint fetches what its lanes delivered.  As
 -- of the API's tokens, only the SHA-256 is kept.  Not the signing secret, because who

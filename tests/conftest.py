@@ -26,7 +26,7 @@ import hypothesis
 import pytest
 from structlog.testing import capture_logs
 
-from outbox.embedded import available
+from outbox.devtools.embedded import available
 from outbox.errors import CannotRun
 from tests.support.chromium import chromium
 from tests.support.majors import VERSIONS, provide

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from outbox.config import Settings, load, secrets, variable
-from outbox.core.keys import format_key
+from outbox.core.model.encryption_keys import format_key
 from outbox.errors import UsageError
 from outbox.web.address import Address
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.embedded import available
+from outbox.devtools.embedded import available
 from outbox.errors import CannotRun
 from tests.support import majors
 

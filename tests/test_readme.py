@@ -18,8 +18,8 @@ from fastapi import FastAPI
 import outbox as package
 from outbox.cli.main import COMMANDS
 from outbox.config import Settings, variable
-from outbox.core import declaration
-from outbox.core.answer import Answer
+from outbox.core.model import endpoint_config
+from outbox.core.model.response import Answer
 from outbox.testing import FakeSender
 from tests.support.api import make_token, serving
 from tests.support.process import Ended, command_line, environment, outbox
@@ -248,7 +248,7 @@ async def test_the_request_to_the_api_publishes_once(database: Database) -> None
 
 def test_the_file_of_endpoints_is_one() -> None:
     (text,) = [block for language, block in BLOCKS if language == "yaml"]
-    shop, audit = declaration.read(yaml.safe_load(text))
+    shop, audit = endpoint_config.read(yaml.safe_load(text))
     assert (shop.settings.lanes, audit.settings.on_dead_letter) == (4, "block")
 
 

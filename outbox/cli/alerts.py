@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from outbox import alerts
+from outbox.telemetry import alerts
 
 
 @click.command(

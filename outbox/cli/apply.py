@@ -20,17 +20,17 @@ from outbox.cli.common import (
     warn_of_networks,
 )
 from outbox.cli.output import count, emit_json, style
-from outbox.core import declaration
-from outbox.core.quoting import safe
+from outbox.core.model import endpoint_config
+from outbox.core.model.text import safe
+from outbox.destinations.http.endpoint_validation import check_declared, policy_of
 from outbox.errors import UsageError
-from outbox.store.apply import apply
-from outbox.store.vault import Vault
-from outbox.transport.checking import check_declared, policy_of
-from outbox.views.endpoints import applied
+from outbox.operations.apply import apply
+from outbox.operations.views.endpoints import applied
+from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.store.apply import Outcome
+    from outbox.operations.apply import Outcome
 
 _SIGNS = {"add": "+", "change": "~", "remove": "-", "keep": "="}
 _COLOURS = {"add": "green", "change": "yellow", "remove": "red", "keep": None}
@@ -83,7 +83,7 @@ def command(
     if give_up and not prune:
         raise UsageError("--give-up is about what --prune removes; say both")
     try:
-        declared = declaration.read(_document(path))
+        declared = endpoint_config.read(_document(path))
         policy = policy_of(settings)
         check_declared(declared, policy)
     except UsageError as error:

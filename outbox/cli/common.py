@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from outbox.config import Settings, load
-from outbox.core import duration
-from outbox.core.metadata import exposing
-from outbox.core.quoting import one_line
+from outbox.core.model import duration
+from outbox.core.model.cloud_metadata_ranges import exposing
+from outbox.core.model.text import one_line
 from outbox.errors import UsageError
-from outbox.store import dsn
-from outbox.store.connect import connect
-from outbox.store.migrate import require_current
+from outbox.store.connection import dsn
+from outbox.store.connection.connect import connect
+from outbox.store.connection.migrate import require_current
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterable

@@ -13,11 +13,11 @@ import click
 from outbox.cli.common import json_option, require_http_url, run_async
 from outbox.cli.output import emit_json, style
 from outbox.config import load
-from outbox.core.quoting import safe
+from outbox.core.model.text import safe
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
-    from outbox.conform.grading import Grade
+    from outbox.devtools.conformance.grading import Grade
 
 OTHER_SECRET = "whsec_" + base64.b64encode(b"a secret that nobody has").decode()
 VECTORS_AT = 1_770_000_000
@@ -101,8 +101,8 @@ def command(
 async def _grade(
     url: str, secret: str, processed: str | None, checkpoints: bool, batches: bool, as_json: bool
 ) -> list[Grade]:
-    from outbox.conform.cases import cases
-    from outbox.conform.grading import grade
+    from outbox.devtools.conformance.cases import cases
+    from outbox.devtools.conformance.grading import grade
 
     endpoint_id = uuid.UUID(bytes=random_secrets.token_bytes(16), version=4)
     told = cases(
@@ -127,7 +127,7 @@ async def _grade(
 
 
 def _print_vectors(secret: str, checkpoints: bool, batches: bool) -> None:
-    from outbox.conform.cases import cases, vectors
+    from outbox.devtools.conformance.cases import cases, vectors
 
     told = cases(
         secret,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli import chosen_by, progress
+from outbox.cli import filter_options, progress
 from outbox.cli.common import (
     actor,
     database,
@@ -18,16 +18,17 @@ from outbox.cli.common import (
 )
 from outbox.cli.main import Group
 from outbox.cli.output import cell, count, emit_json, emit_pairs, emit_table
-from outbox.store import dead, discards, replays, selection
-from outbox.store.replays import Outcome
-from outbox.store.selection import Selection
-from outbox.views import dead as views
+from outbox.operations import dead_letter_filter, dead_letters, replays
+from outbox.operations import discard as discards
+from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.replays import Outcome
+from outbox.operations.views import dead_letters as views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.store.dead import DeadLetter, DeadRow, ReplayRow
+    from outbox.operations.dead_letters import DeadLetter, DeadRow, ReplayRow
 
 
 _SKIPPED = {
@@ -82,17 +83,17 @@ Examples:
   outbox dead list --limit 10 --after 42 --json
 """,
 )
-@chosen_by.filter_options()
+@filter_options.filter_options()
 @click.option(
     "--state",
-    type=click.Choice([*dead.STATES, "all"]),
+    type=click.Choice([*dead_letters.STATES, "all"]),
     default="dead",
     show_default=True,
     help="Sent again: replaying, then replayed or dead_again; discarded: set aside.",
 )
 @limit_option
 @click.option(
-    "--after", type=click.IntRange(0, chosen_by.ID_MAX), default=0, help="Only ids above this."
+    "--after", type=click.IntRange(0, filter_options.ID_MAX), default=0, help="Only ids above this."
 )
 @json_option
 @settings_options
@@ -100,14 +101,18 @@ def list_(
     settings: Settings, state: str, limit: int, after: int, as_json: bool, **chosen: Any
 ) -> None:
     """List dead letters, oldest first."""
-    states = dead.STATES if state == "all" else tuple(s for s in dead.STATES if s == state)
+    states = (
+        dead_letters.STATES
+        if state == "all"
+        else tuple(s for s in dead_letters.STATES if s == state)
+    )
 
     async def go() -> None:
         async with database(settings) as connection:
-            rows = await dead.page(
+            rows = await dead_letters.page(
                 connection,
                 settings.schema_name,
-                only=chosen_by.of(await selection.now(connection), chosen),
+                only=filter_options.of(await dead_letter_filter.now(connection), chosen),
                 states=states,
                 limit=limit + 1,
                 after=after,
@@ -137,16 +142,16 @@ Examples:
   outbox dead count --since 1d --json
 """,
 )
-@chosen_by.filter_options()
+@filter_options.filter_options()
 @json_option
 @settings_options
 def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
     """Count dead letters by endpoint, reason and state."""
 
-    async def go() -> list[dead.Count]:
+    async def go() -> list[dead_letters.Count]:
         async with database(settings) as connection:
-            only = chosen_by.of(await selection.now(connection), chosen)
-            return await dead.counts(connection, settings.schema_name, only=only)
+            only = filter_options.of(await dead_letter_filter.now(connection), chosen)
+            return await dead_letters.counts(connection, settings.schema_name, only=only)
 
     found = views.counts(run_async(go()))
     if as_json:
@@ -154,12 +159,14 @@ def count_(settings: Settings, as_json: bool, **chosen: Any) -> None:
         return
     rows: dict[tuple[str, str], dict[str, int]] = {}
     for each in found["counts"]:
-        by_state = rows.setdefault((each.endpoint, each.reason), dict.fromkeys(dead.STATES, 0))
+        by_state = rows.setdefault(
+            (each.endpoint, each.reason), dict.fromkeys(dead_letters.STATES, 0)
+        )
         by_state[each.state] += each.letters
     table = [[*which, *by_state.values()] for which, by_state in rows.items()]
     if len(table) > 1:
         table.append(["all", "", *found["total"].values()])
-    names = [state.replace("_", " ") for state in dead.STATES]
+    names = [state.replace("_", " ") for state in dead_letters.STATES]
     emit_table(["endpoint", "reason", *names], table, "no dead letters")
 
 
@@ -169,7 +176,7 @@ Example:
   outbox dead show 42 --json
 """
 )
-@click.argument("dead_id", metavar="ID", type=chosen_by.dead_id)
+@click.argument("dead_id", metavar="ID", type=filter_options.dead_id)
 @json_option
 @settings_options
 def show(settings: Settings, dead_id: int, as_json: bool) -> None:
@@ -177,7 +184,7 @@ def show(settings: Settings, dead_id: int, as_json: bool) -> None:
 
     async def go() -> None:
         async with database(settings) as connection:
-            letter = await dead.get(connection, settings.schema_name, dead_id)
+            letter = await dead_letters.get(connection, settings.schema_name, dead_id)
         if as_json:
             emit_json(views.letter(letter))
         else:
@@ -196,8 +203,8 @@ Examples:
 How far it is, and to abort it: outbox replay list | show | abort
 """
 )
-@chosen_by.filter_options()
-@chosen_by.selection_options
+@filter_options.filter_options()
+@filter_options.selection_options
 @progress.rate_option
 @progress.wait_option
 @json_option
@@ -218,12 +225,12 @@ def replay(
     its attempts start again; a range becomes as many as it holds. They go no
     faster than live events allow.
     """
-    chosen_by.require_some(ids, everything, chosen)
+    filter_options.require_some(ids, everything, chosen)
 
     async def go() -> None:
         schema = settings.schema_name
         async with database(settings) as connection:
-            only = chosen_by.of(await selection.now(connection), chosen)
+            only = filter_options.of(await dead_letter_filter.now(connection), chosen)
             which = Selection(ids, only, everything)
             if dry_run:
                 _, outcome = await replays.plan(connection, schema, which)
@@ -256,8 +263,8 @@ Examples:
   outbox dead discard --type "cart.*" --until 30d --dry-run
 """
 )
-@chosen_by.filter_options("--given-up")
-@chosen_by.selection_options
+@filter_options.filter_options("--given-up")
+@filter_options.selection_options
 @click.option("--reason", metavar="TEXT", help="Kept in the journal, beside who did it.")
 @json_option
 @settings_options
@@ -271,13 +278,13 @@ def discard(
     **chosen: Any,
 ) -> None:
     """Set dead letters aside for good."""
-    chosen_by.require_some(ids, everything, chosen)
+    filter_options.require_some(ids, everything, chosen)
 
     async def go() -> None:
         schema = settings.schema_name
         async with database(settings) as connection:
             which = Selection(
-                ids, chosen_by.of(await selection.now(connection), chosen), everything
+                ids, filter_options.of(await dead_letter_filter.now(connection), chosen), everything
             )
             if dry_run:
                 _tell_plan(

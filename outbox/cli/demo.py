@@ -13,7 +13,7 @@ from outbox.cli.common import json_option, run_async, until_told
 from outbox.cli.output import emit_json, style
 
 if TYPE_CHECKING:
-    from outbox.demo.run import Result
+    from outbox.devtools.demo.run import Result
 
 
 @click.command(
@@ -44,7 +44,7 @@ def command(events: int, seed: int | None, major: int | None, as_json: bool) -> 
     relay delivers them to three receivers that fail at random, and is killed
     with kill -9 on the way. Then the books are compared.
     """
-    from outbox.demo.run import run
+    from outbox.devtools.demo.run import run
 
     live = sys.stdout.isatty() and not as_json
 

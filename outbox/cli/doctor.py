@@ -9,9 +9,9 @@ import click
 
 from outbox.cli.common import database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, fold, style
-from outbox.store.doctor import Finding, Look, Severity, examine
-from outbox.transport.checking import policy_of
-from outbox.views.doctor import examined
+from outbox.destinations.http.endpoint_validation import policy_of
+from outbox.operations.doctor import Finding, Look, Severity, examine
+from outbox.operations.views.doctor import examined
 
 if TYPE_CHECKING:
     from outbox.config import Settings

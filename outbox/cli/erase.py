@@ -18,15 +18,15 @@ from outbox.cli.common import (
 )
 from outbox.cli.output import count, emit_json
 from outbox.errors import UsageError
-from outbox.store import erase
-from outbox.store.erase import Whose
-from outbox.views.erase import erased
+from outbox.operations import erase
+from outbox.operations.erase import Whose
+from outbox.operations.views.erase import erased
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox.config import Settings
-    from outbox.store.erase import Erased
+    from outbox.operations.erase import Erased
 
 
 @click.command(

@@ -14,17 +14,17 @@ import click
 from outbox.cli.common import json_option, require_http_url, run_async, warn
 from outbox.cli.output import count, emit_json, style
 from outbox.config import load
-from outbox.core.order import Kind
-from outbox.core.quoting import safe
-from outbox.core.signature import parse_secret
+from outbox.core.delivery.signature import parse_secret
+from outbox.core.model.text import safe
+from outbox.devtools.development_receiver import DevelopmentReceiver, Handled, Outcome, Totals
 from outbox.errors import UsageError
-from outbox.receiver.development import DevelopmentReceiver, Handled, Outcome, Totals
-from outbox.receiver.forwarding import forwarding
+from outbox.receiver.lane_order import Kind
+from outbox.receiver.proxy import forwarding
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.ranges import Range
+    from outbox.core.model.int_ranges import Range
 
 LATENCY_MAX_MS = 3_600_000
 _COLOURS = {

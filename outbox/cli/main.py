@@ -235,7 +235,7 @@ def _unexpected(error: Exception) -> str:
 def _fail(message: str, exit_code: int) -> int:
     if os.environ.get(DEBUG_VARIABLE):
         traceback.print_exc()
-    from outbox.core.quoting import one_line
+    from outbox.core.model.text import one_line
 
     # Whatever was quoted in it, it stays one line.
     with suppress(OSError):  # The exit code tells even where stderr is full.

@@ -9,10 +9,10 @@ import click
 
 from outbox.cli.common import database, json_option, run_async, settings_options, warn
 from outbox.cli.output import emit_json
+from outbox.core.model.schema_name import migrate_command
 from outbox.errors import UsageError
-from outbox.store import migrate
+from outbox.store.connection import migrate
 from outbox.store.partitions import PartitionStore
-from outbox.store.schema import migrate_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

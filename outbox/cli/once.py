@@ -18,11 +18,11 @@ from outbox.cli.common import (
 )
 from outbox.cli.main import Group
 from outbox.cli.output import emit_json, emit_pairs, emit_table
-from outbox.core import duration
-from outbox.core.quoting import is_text
+from outbox.core.model import duration
+from outbox.core.model.text import is_text
 from outbox.errors import UsageError
-from outbox.store import once
-from outbox.views.flat import flat
+from outbox.operations import idempotency_keys
+from outbox.operations.views.merge import flat
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -75,7 +75,7 @@ Examples:
 )
 @click.option(
     "--state",
-    type=click.Choice(once.STATES),
+    type=click.Choice(idempotency_keys.STATES),
     help="claimed-without-event: what it was claimed for was not published.",
 )
 @limit_option
@@ -98,13 +98,13 @@ def list_(
 
     async def go() -> None:
         async with database(settings) as connection:
-            rows = await once.page(
+            rows = await idempotency_keys.page(
                 connection,
                 settings.schema_name,
                 prefix=prefix,
                 since=since,
                 until=until,
-                state=cast("once.State | None", state),
+                state=cast("idempotency_keys.State | None", state),
                 limit=limit + 1,
                 after=after,
             )
@@ -137,7 +137,7 @@ def show(settings: Settings, key: str, as_json: bool) -> None:
 
     async def go() -> None:
         async with database(settings) as connection:
-            found = await once.get(connection, settings.schema_name, key)
+            found = await idempotency_keys.get(connection, settings.schema_name, key)
         row = found.row
         if as_json:
             emit_json(flat(row) | {"type": found.type})
@@ -172,7 +172,9 @@ def reset(settings: Settings, key: str, as_json: bool) -> None:
 
     async def go() -> None:
         async with database(settings) as connection:
-            was_held = await once.reset(connection, settings.schema_name, key, actor=actor())
+            was_held = await idempotency_keys.reset(
+                connection, settings.schema_name, key, actor=actor()
+            )
         if as_json:
             emit_json({"key": key, "reset": was_held})
         elif was_held:

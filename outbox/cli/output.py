@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import orjson
 
-from outbox.core.quoting import safe
+from outbox.core.model.text import safe
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

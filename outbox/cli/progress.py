@@ -10,14 +10,14 @@ import click
 
 from outbox.cli.common import warn
 from outbox.cli.output import count, emit_json
-from outbox.store import jobs
+from outbox.operations import replay_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from asyncpg import Connection
 
-    from outbox.store.jobs import Job
+    from outbox.operations.replay_jobs import Job
 
 LOOK_S = 0.5
 
@@ -45,7 +45,7 @@ async def follow(
     terminal = sys.stdout is not None and sys.stdout.isatty() and not as_json
     if wait is False or (wait is None and not terminal):
         return None
-    if wait is None and not await jobs.any_relay(connection):
+    if wait is None and not await replay_jobs.any_relay(connection):
         warn("no relay is alive: it begins when one is")
         return None
     try:
@@ -61,7 +61,7 @@ async def _ended(
     connection: Connection[Any], schema: str, job_id: int, show: Callable[[Job], None]
 ) -> Job:
     while True:
-        job = await jobs.get(connection, schema, job_id)
+        job = await replay_jobs.get(connection, schema, job_id)
         show(job)
         if job.state != "running":
             return job

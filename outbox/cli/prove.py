@@ -12,12 +12,12 @@ import click
 from outbox.cli.common import json_option, run_async, until_told, warn
 from outbox.cli.output import emit_json, emit_table, style
 from outbox.config import load
-from outbox.core.quoting import safe
+from outbox.core.model.text import safe
+from outbox.devtools.chaos.plan import KINDS, Plan, choose
 from outbox.errors import CannotRun, UsageError
-from outbox.prove.plan import KINDS, Plan, choose
 
 if TYPE_CHECKING:
-    from outbox.prove.run import Report
+    from outbox.devtools.chaos.run import Report
 
 SEED_MAX = 1_000_000_000
 
@@ -139,10 +139,10 @@ def command(
     off from the database. Afterwards everything that was committed is held
     against everything that came, and every copy has to have a cause.
     """
-    from outbox.core.signature import parse_secret
-    from outbox.prove.run import run
-    from outbox.store import dsn as addresses
-    from outbox.store.detour import require_detour
+    from outbox.core.delivery.signature import parse_secret
+    from outbox.devtools.chaos.proxy_dsn import require_detour
+    from outbox.devtools.chaos.run import run
+    from outbox.store.connection import dsn as addresses
 
     if embedded and dsn is not None:
         raise UsageError("--dsn and --embedded are two databases; say one")
@@ -257,7 +257,7 @@ def _emit(report: Report) -> None:
 
 
 def _show(report: Report) -> None:
-    from outbox.prove.judgement import CHECKS
+    from outbox.devtools.chaos.checker import CHECKS
 
     judgement, plan = report.judgement, report.plan
     click.echo()

@@ -11,7 +11,7 @@ import click
 from outbox.cli.common import database, duration_s, json_option, run_async, settings_options
 from outbox.cli.output import cell, emit_json
 from outbox.errors import UsageError
-from outbox.producer import publish
+from outbox.producers.publish import publish
 
 if TYPE_CHECKING:
     from outbox.config import Settings

@@ -10,16 +10,16 @@ import click
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json
-from outbox.core.quoting import safe
+from outbox.core.model.text import safe
 from outbox.errors import UsageError
-from outbox.store import rekeying
-from outbox.store.vault import SETTING, Vault, new_key
+from outbox.operations import rotate_key
+from outbox.store.connection.secrets import SETTING, Vault, new_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox.config import Settings
-    from outbox.store.rekeying import Kept, Rekeyed
+    from outbox.operations.rotate_key import Kept, Rekeyed
 
 EXIT_NOT_ALL = 1
 
@@ -104,15 +104,15 @@ def command(
 
 async def _survey(settings: Settings) -> list[Kept]:
     async with database(settings) as connection:
-        return await rekeying.survey(connection, settings.schema_name)
+        return await rotate_key.survey(connection, settings.schema_name)
 
 
 async def _rekey(settings: Settings, vault: Vault, *, force: bool) -> tuple[list[Kept], Rekeyed]:
     """How secrets were kept before, and what was done."""
     async with database(settings) as connection:
-        kept = await rekeying.survey(connection, settings.schema_name)
+        kept = await rotate_key.survey(connection, settings.schema_name)
         with _progress() as show:
-            return kept, await rekeying.rekey(
+            return kept, await rotate_key.rekey(
                 connection,
                 settings.schema_name,
                 vault,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli import sidecar
+from outbox.cli import relay_process
 from outbox.cli.logs import configure
 from outbox.config import load
 
@@ -101,7 +101,7 @@ def command(config: str | None, **flags: Any) -> None:
     configure(settings)
     _allow_many_sockets()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(sidecar.run(settings))
+        runner.run(relay_process.run(settings))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

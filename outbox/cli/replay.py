@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from outbox.cli import progress, when
+from outbox.cli import moments, progress
 from outbox.cli.common import (
     actor,
     database,
@@ -18,14 +18,14 @@ from outbox.cli.common import (
 )
 from outbox.cli.main import Group
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table
-from outbox.store import backfill, jobs, selection
-from outbox.store.backfill import Backfill
-from outbox.views.replays import planned
+from outbox.operations import backfill, dead_letter_filter, replay_jobs
+from outbox.operations.backfill import Backfill
+from outbox.operations.views.replays import planned
 
 if TYPE_CHECKING:
-    from outbox.cli.when import When
+    from outbox.cli.moments import When
     from outbox.config import Settings
-    from outbox.store.jobs import Job
+    from outbox.operations.replay_jobs import Job
 
 ID_MAX = 2**63 - 1
 
@@ -47,7 +47,7 @@ Dead letters are sent again by: outbox dead replay
 """,
 )
 @click.option("--endpoint", metavar="NAME", help="To this endpoint.")
-@when.options("published")
+@moments.options("published")
 @click.option(
     "--type",
     "types",
@@ -88,10 +88,10 @@ def command(
     async def go() -> None:
         schema = settings.schema_name
         async with database(settings) as connection:
-            now = await selection.now(connection)
-            first = when.moment(since, now)
+            now = await dead_letter_filter.now(connection)
+            first = moments.moment(since, now)
             assert first is not None
-            asked = Backfill(endpoint, first, when.moment(until, now), types)
+            asked = Backfill(endpoint, first, moments.moment(until, now), types)
             if dry_run:
                 deliveries = await backfill.plan(connection, schema, asked)
                 _tell_plan(asked, deliveries, as_json)
@@ -127,7 +127,7 @@ Examples:
 )
 @click.option(
     "--state",
-    type=click.Choice([*jobs.STATES, "all"]),
+    type=click.Choice([*replay_jobs.STATES, "all"]),
     default="running",
     show_default=True,
     help="Only in this state.",
@@ -138,11 +138,13 @@ Examples:
 @settings_options
 def list_(settings: Settings, state: str, limit: int, after: int, as_json: bool) -> None:
     """List replay jobs, oldest first: of dead letters, of history, and of lanes."""
-    states = jobs.STATES if state == "all" else tuple(s for s in jobs.STATES if s == state)
+    states = (
+        replay_jobs.STATES if state == "all" else tuple(s for s in replay_jobs.STATES if s == state)
+    )
 
     async def go() -> None:
         async with database(settings) as connection:
-            rows = await jobs.page(
+            rows = await replay_jobs.page(
                 connection, settings.schema_name, states=states, limit=limit + 1, after=after
             )
         rows, more = rows[:limit], len(rows) > limit
@@ -177,7 +179,7 @@ def show(settings: Settings, job_id: int, as_json: bool) -> None:
 
     async def go() -> Job:
         async with database(settings) as connection:
-            return await jobs.get(connection, settings.schema_name, job_id)
+            return await replay_jobs.get(connection, settings.schema_name, job_id)
 
     job = run_async(go())
     if as_json:
@@ -204,7 +206,7 @@ def abort(settings: Settings, job_id: int, as_json: bool) -> None:
 
     async def go() -> Job:
         async with database(settings) as connection:
-            return await jobs.abort(connection, settings.schema_name, job_id, actor=actor())
+            return await replay_jobs.abort(connection, settings.schema_name, job_id, actor=actor())
 
     job = run_async(go())
     if as_json:

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from outbox.cli import overview as view
+from outbox.cli import summary as view
 from outbox.cli.common import database, json_option, limit_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, emit_pairs, emit_table, fold
-from outbox.store import status
-from outbox.views import status as status_json
+from outbox.operations import status
+from outbox.operations.views import status as status_json
 
 if TYPE_CHECKING:
     from outbox.config import Settings
-    from outbox.store.status import Overview
+    from outbox.operations.status import Overview
 
 NOTES_MAX = 20
 INTERVAL_S = 2.0

@@ -18,8 +18,8 @@ from outbox.cli.common import (
 )
 from outbox.cli.main import Group
 from outbox.cli.output import emit_json, emit_pairs, emit_table
-from outbox.core.token import SCOPES, TokenSettings
-from outbox.store import tokens
+from outbox.core.model.api_token import SCOPES, TokenSettings
+from outbox.operations import api_tokens
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -87,7 +87,7 @@ def add(
 
     async def go() -> None:
         async with database(settings) as connection:
-            made = await tokens.add(connection, settings.schema_name, wanted, actor=actor())
+            made = await api_tokens.add(connection, settings.schema_name, wanted, actor=actor())
         if as_json:
             emit_json(made)
             return
@@ -125,7 +125,7 @@ def list_(settings: Settings, revoked: bool, limit: int, after: int, as_json: bo
 
     async def go() -> None:
         async with database(settings) as connection:
-            rows = await tokens.page(
+            rows = await api_tokens.page(
                 connection, settings.schema_name, revoked=revoked, limit=limit + 1, after=after
             )
         rows, more = rows[:limit], len(rows) > limit
@@ -170,7 +170,7 @@ def revoke(settings: Settings, name: str, as_json: bool) -> None:
 
     async def go() -> None:
         async with database(settings) as connection:
-            await tokens.revoke(connection, settings.schema_name, name, actor=actor())
+            await api_tokens.revoke(connection, settings.schema_name, name, actor=actor())
         if as_json:
             emit_json({"revoked": name})
         else:

@@ -14,18 +14,18 @@ from outbox.cli.common import (
     warn,
 )
 from outbox.cli.output import cell, count, emit_json, emit_pairs, fold, style
-from outbox.core import story as stories
-from outbox.core.quoting import safe
-from outbox.store import lookup, trace
-from outbox.store.selection import endpoint_ids
-from outbox.views.trace import traced
+from outbox.core.model.text import safe
+from outbox.operations import event_trace as stories
+from outbox.operations import find_event, trace
+from outbox.operations.dead_letter_filter import endpoint_ids
+from outbox.operations.views.trace import traced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from datetime import datetime
 
     from outbox.config import Settings
-    from outbox.core.story import Attempt, Delivery, Missed, Story
+    from outbox.operations.event_trace import Attempt, Delivery, Missed, Story
 
 EVENTS_MAX = 100
 HEADERS_SHOWN = ("x-request-id", "request-id", "x-correlation-id", "retry-after", "server")
@@ -54,8 +54,8 @@ events (the newest are shown), or an outbox id as verify and doctor name it.
 @click.option(
     "--before",
     metavar="OUTBOX_ID",
-    type=click.IntRange(1, lookup.ID_MAX),
-    default=lookup.ID_MAX,
+    type=click.IntRange(1, find_event.ID_MAX),
+    default=find_event.ID_MAX,
     show_default=False,
     help="Of a key's events, those before this one.",
 )
@@ -77,11 +77,11 @@ def command(
     what is still owed, what it waits for and which command helps.
     """
 
-    async def go() -> tuple[lookup.Found, list[Story]]:
+    async def go() -> tuple[find_event.Found, list[Story]]:
         schema = settings.schema_name
         async with database(settings) as connection:
             only = await endpoint_ids(connection, endpoint)
-            found = await lookup.find(connection, schema, id, limit=limit, below=before)
+            found = await find_event.find(connection, schema, id, limit=limit, below=before)
             return found, [
                 await trace.read(connection, schema, outbox_id, endpoint_ids=only, payload=payload)
                 for outbox_id in found.outbox_ids

@@ -11,18 +11,18 @@ import click
 
 from outbox.cli.common import actor, database, json_option, run_async, settings_options
 from outbox.cli.output import count, emit_json, emit_table
-from outbox.core.quoting import safe
+from outbox.core.model.text import safe
 from outbox.errors import UsageError
-from outbox.store.audit import CHECKS, EXAMPLES_MAX
-from outbox.store.repair import ADVICE, mend, plan
-from outbox.views.verify import audited
+from outbox.operations.verify.promises import CHECKS, EXAMPLES_MAX
+from outbox.operations.verify.repair import ADVICE, mend, plan
+from outbox.operations.views.verify import audited
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from outbox.config import Settings
-    from outbox.store.repair import Mended
-    from outbox.views.verify import Audit
+    from outbox.operations.verify.repair import Mended
+    from outbox.operations.views.verify import Audit
 
 
 @click.command(

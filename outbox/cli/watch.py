@@ -17,13 +17,14 @@ import click
 
 from outbox.cli import status as once
 from outbox.cli.common import warn
+from outbox.cli.live_view import away_text, on_screen
 from outbox.cli.output import cell, emit_json, fold
-from outbox.cli.screen import away_text, on_screen
 from outbox.errors import DatabaseUnavailable, OutboxError
-from outbox.store import dsn, status
-from outbox.store.connect import connect
-from outbox.store.migrate import require_current
-from outbox.views import status as status_json
+from outbox.operations import status
+from outbox.operations.views import status as status_json
+from outbox.store.connection import dsn
+from outbox.store.connection.connect import connect
+from outbox.store.connection.migrate import require_current
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.store.status import Overview
+    from outbox.operations.status import Overview
 
 ANSWER_TIMEOUT_S = 10.0
 """A server that froze is taken for gone."""

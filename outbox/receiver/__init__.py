@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from outbox.core.signature import (
+    from outbox.core.delivery.signature import (
         MalformedHeader,
         MissingHeader,
         RepeatedHeader,
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
         TimestampTooOld,
     )
     from outbox.receiver.asynchronous import AsyncReceiver
-    from outbox.receiver.fetching import AlreadyAsked, CannotFetch, Fetch
+    from outbox.receiver.decisions import Busy, Gaps, Refuse
+    from outbox.receiver.fetch import AlreadyAsked, CannotFetch, Fetch
     from outbox.receiver.inbox.inbox import Inbox
     from outbox.receiver.inbox.memory import MemoryDatabase
-    from outbox.receiver.inbox.taking import Outcome, Taken
+    from outbox.receiver.inbox.process import Outcome, Taken
     from outbox.receiver.message import BadMessage, Message
-    from outbox.receiver.receiving import Busy, Gaps, Refuse
     from outbox.receiver.requests import Answer, Request
-    from outbox.receiver.threaded import Receiver
-    from outbox.receiver.verifying import Verified, Verifier, verify
+    from outbox.receiver.synchronous import Receiver
+    from outbox.receiver.verification import Verified, Verifier, verify
 
 _HOMES = {
-    "outbox.core.signature": (
+    "outbox.core.delivery.signature": (
         "MalformedHeader",
         "MissingHeader",
         "RepeatedHeader",
@@ -54,15 +54,15 @@ _HOMES = {
         "TimestampTooOld",
     ),
     "outbox.receiver.asynchronous": ("AsyncReceiver",),
-    "outbox.receiver.fetching": ("AlreadyAsked", "CannotFetch", "Fetch"),
+    "outbox.receiver.fetch": ("AlreadyAsked", "CannotFetch", "Fetch"),
     "outbox.receiver.inbox.inbox": ("Inbox",),
     "outbox.receiver.inbox.memory": ("MemoryDatabase",),
-    "outbox.receiver.inbox.taking": ("Outcome", "Taken"),
+    "outbox.receiver.inbox.process": ("Outcome", "Taken"),
     "outbox.receiver.message": ("BadMessage", "Message"),
-    "outbox.receiver.receiving": ("Busy", "Gaps", "Refuse"),
+    "outbox.receiver.decisions": ("Busy", "Gaps", "Refuse"),
     "outbox.receiver.requests": ("Answer", "Request"),
-    "outbox.receiver.threaded": ("Receiver",),
-    "outbox.receiver.verifying": ("Verified", "Verifier", "verify"),
+    "outbox.receiver.synchronous": ("Receiver",),
+    "outbox.receiver.verification": ("Verified", "Verifier", "verify"),
 }
 
 __all__ = [

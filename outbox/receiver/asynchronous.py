@@ -1,4 +1,4 @@
-"""`AsyncReceiver`: from a request to its answer, with asyncio; see `outbox.receiver.common`."""
+"""`AsyncReceiver`: from a request to its answer, with asyncio; see `outbox.receiver.pipeline`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,9 @@ import asyncio
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.order import LaneState
-from outbox.receiver.catching_up import Ask, CaughtUp, Fate, Forgo, Process, catch_up, to_catch_up
-from outbox.receiver.common import (
-    EXPIRE_STEPS_MAX,
-    NO_FETCH,
-    NOT_FINISHED,
-    NOT_YET,
-    Apart,
-    Common,
-    Early,
-    go_together,
-)
+from outbox.receiver.catch_up import Ask, CaughtUp, Fate, Forgo, Process, catch_up, to_catch_up
 from outbox.receiver.databases import async_transactions
-from outbox.receiver.fetching import CannotFetch, Source
-from outbox.receiver.inbox.inbox import EXPIRE_ROWS
-from outbox.receiver.inbox.taking import Outcome, Taken
-from outbox.receiver.receiving import (
+from outbox.receiver.decisions import (
     HELD_MAX,
     HOLD_S,
     NO_DATABASE_S,
@@ -34,16 +20,30 @@ from outbox.receiver.receiving import (
     stopped,
     tell_caught_up,
 )
+from outbox.receiver.fetch import CannotFetch, Source
+from outbox.receiver.inbox.inbox import EXPIRE_ROWS
+from outbox.receiver.inbox.process import Outcome, Taken
+from outbox.receiver.lane_order import LaneState
+from outbox.receiver.pipeline import (
+    EXPIRE_STEPS_MAX,
+    NO_FETCH,
+    NOT_FINISHED,
+    NOT_YET,
+    Apart,
+    Common,
+    Early,
+    go_together,
+)
+from outbox.receiver.reorder_buffer import Waiting
 from outbox.receiver.requests import Answer, Ended
-from outbox.receiver.verifying import Verified
-from outbox.receiver.waiting import Waiting
+from outbox.receiver.verification import Verified
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import TypeVar
 
-    from outbox.core.checkpoint import Mark
-    from outbox.receiver.inbox.taking import KeptLane
+    from outbox.core.delivery.receiver_checkpoint import Mark
+    from outbox.receiver.inbox.process import KeptLane
     from outbox.receiver.message import Message
     from outbox.receiver.requests import Request
 

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import orjson
 
-from outbox.core.batch import LAST_SEQUENCE
+from outbox.core.delivery.batch import LAST_SEQUENCE
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outbox.receiver.verifying import Headers
+    from outbox.receiver.verification import Headers
 
 BODY_BYTES_MAX = 1024 * 1024
 """The largest payload that is published by default, four times."""

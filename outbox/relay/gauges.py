@@ -7,16 +7,16 @@ import heapq
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from outbox.core.health import State
-from outbox.core.lines import Why
+from outbox.core.admission.endpoint_queue import Why
+from outbox.core.delivery.circuit_breaker import State
 from outbox.telemetry import catalogue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.lane import Lane
-    from outbox.relay.owned import OwnedEndpoint
-    from outbox.store.survey import Survey
+    from outbox.core.delivery.lane import Lane
+    from outbox.relay.delivery.owned_endpoints import OwnedEndpoint
+    from outbox.store.database_stats import Survey
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.meters import Meters
     from outbox.telemetry.snapshot import Series

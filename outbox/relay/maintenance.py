@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
-from outbox.store.connect import in_one_line
+from outbox.store.connection.connect import in_one_line
 
 if TYPE_CHECKING:
     from outbox.store.partitions import PartitionStore

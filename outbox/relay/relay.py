@@ -13,20 +13,20 @@ import structlog
 
 import outbox
 from outbox.errors import OutboxError
-from outbox.relay.clock import steady
-from outbox.relay.observer import Observer
+from outbox.relay.cluster.lease_clock import steady
+from outbox.relay.delivery.telemetry import Observer
 from outbox.relay.session import Session
-from outbox.relay.working import Condition
-from outbox.store.connect import TROUBLE, in_one_line, not_granted
+from outbox.relay.session_state import Condition
+from outbox.store.connection.connect import TROUBLE, in_one_line, not_granted
 from outbox.store.records import Fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox.config import Settings
-    from outbox.relay.connections import Connections
+    from outbox.destinations.interface import Transport
+    from outbox.relay.cluster.connections import Connections
     from outbox.telemetry.snapshot import Snapshot
-    from outbox.transport.port import Transport
 
 log = structlog.get_logger("outbox.relay")
 

@@ -15,46 +15,46 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from outbox.core.clock import DatabaseClock
-from outbox.core.news import LATER
-from outbox.core.ownership import Lease
-from outbox.core.pressure import PacedTurns
-from outbox.relay.bell import Bell
-from outbox.relay.care import Caretaker
-from outbox.relay.checkpoints import Checkpoints
-from outbox.relay.dispatcher import Dispatcher
-from outbox.relay.listener import Listener
+from outbox.core.admission.adaptive_scheduler import PacedTurns
+from outbox.core.cluster.database_clock import DatabaseClock
+from outbox.core.cluster.lease import Lease
+from outbox.core.sequencing.batch_notifications import LATER
+from outbox.relay.cluster.listener import Listener
+from outbox.relay.cluster.ownership import Ownership, keep_lease
+from outbox.relay.cluster.watchdog import Watchdog, answering
+from outbox.relay.delivery.dispatcher import Dispatcher
+from outbox.relay.delivery.endpoint_supervisor import Caretaker
+from outbox.relay.delivery.loop_lag import feel
+from outbox.relay.delivery.receiver_checkpoints import Checkpoints
+from outbox.relay.delivery.recorder import Recorder
 from outbox.relay.maintenance import maintain
-from outbox.relay.ownership import Ownership, keep_lease
-from outbox.relay.pressure import feel
-from outbox.relay.recorder import Recorder
-from outbox.relay.sequencer import Sequencer
-from outbox.relay.ticker import Ticker
-from outbox.relay.watchdog import Watchdog, answering
-from outbox.relay.working import Working
+from outbox.relay.sequencing.schedule_runner import Ticker
+from outbox.relay.sequencing.sequencer import Sequencer
+from outbox.relay.session_state import Working
+from outbox.relay.wake_event import Bell
 from outbox.store import timeline
-from outbox.store.care import CareStore
-from outbox.store.checkpoints import CheckpointStore
+from outbox.store.channels import WAKE_ALL, WAKE_OWNERS
+from outbox.store.connection.migrate import require_current
+from outbox.store.connection.secrets import Vault
 from outbox.store.cursor import CursorStore
+from outbox.store.endpoint_state import CareStore
 from outbox.store.lanes import LaneStore
-from outbox.store.migrate import require_current
-from outbox.store.notify import WAKE_ALL, WAKE_OWNERS
 from outbox.store.partitions import PartitionStore
+from outbox.store.receiver_checkpoints import CheckpointStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import WORKERS, ReplicaStore, application_name
 from outbox.store.retention import RetentionStore
-from outbox.store.ticking import TickStore
-from outbox.store.vault import Vault
+from outbox.store.schedule_runs import TickStore
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
     from outbox.config import Settings
-    from outbox.relay.connections import Connections
-    from outbox.relay.observer import Observer
-    from outbox.store.backends import Worker
-    from outbox.transport.port import Transport
+    from outbox.destinations.interface import Transport
+    from outbox.relay.cluster.connections import Connections
+    from outbox.relay.delivery.telemetry import Observer
+    from outbox.store.connection.worker import Worker
 
 log = structlog.get_logger("outbox.relay")
 

@@ -1,7 +1,7 @@
 """The sequencer's SQL: the cursor row, the gaps, the batch.
 
 All of it runs on one connection as separate statements: each needs a snapshot
-of its own, and their order is the argument of `outbox.core.gaps`.  Who holds the
+of its own, and their order is the argument of `outbox.core.sequencing.gaps`.  Who holds the
 cursor row over several of them does so in a READ COMMITTED transaction.
 """
 
@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from asyncpg import Range as PgRange
 
-from outbox.core.gaps import CursorState, Holders, Range, Step
-from outbox.core.operational import LAGGING_EVERY_S, LAGGING_S
+from outbox.core.delivery.operational_events import LAGGING_EVERY_S, LAGGING_S
+from outbox.core.sequencing.gaps import CursorState, Holders, Range, Step
 from outbox.errors import CursorBroken, SchemaMissing
 from outbox.store import timeline
-from outbox.store.columns import as_text, sparse
+from outbox.store.array_params import as_text, sparse
+from outbox.store.channels import WAKE_OWNERS
+from outbox.store.event_reads import AWAKE, HOLDERS, READ, READ_RUNNING, reading_of
 from outbox.store.filters import FilterStore
 from outbox.store.lanes import EVENT, READ_COUNTERS, delivery_of
-from outbox.store.notify import WAKE_OWNERS
-from outbox.store.operational import END_LAGGING, TELL_LAGGING
-from outbox.store.reading import AWAKE, HOLDERS, READ, READ_RUNNING, reading_of
+from outbox.store.operational_events import END_LAGGING, TELL_LAGGING
 from outbox.store.records import Fenced
-from outbox.store.replaying import ReplayingStore
+from outbox.store.replay_feed import ReplayingStore
 from outbox.store.routing import RoutingStore
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from asyncpg import Connection
     from asyncpg.transaction import Transaction
 
-    from outbox.core.request import Delivery
-    from outbox.core.sequencing import Deliveries
+    from outbox.core.delivery.message import Delivery
+    from outbox.core.sequencing.router import Deliveries
+    from outbox.store.event_reads import Reading
     from outbox.store.lanes import LoadedLane
-    from outbox.store.reading import Reading
 
 # The sequence behind outbox.id, and whether it hands ids out one by one in
 # ascending order, which the cursor's argument needs.

@@ -1,347 +1,236 @@
-"""Endpoints: looking at them, and at how far their lanes are."""
+"""Endpoints as their owner needs them: where to send, how, and how it went so far."""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.condition import condition
-from outbox.core.endpoint import EndpointSettings
-from outbox.core.identity import lane_name
-from outbox.errors import NotFound
-from outbox.store.connect import map_errors
-from outbox.store.vault import CLEAR
+from outbox.core.delivery.circuit_breaker import HealthRecord, State
+from outbox.core.delivery.operational_events import Told
+from outbox.core.delivery.signature import parse_signing_key
+from outbox.core.model import headers, http_status
+from outbox.core.model.response import RETRYABLE
+from outbox.core.model.retry_policy import STANDARD, RetryPolicy
+from outbox.errors import CannotRun, NotFound, UsageError
+from outbox.store.connection.connect import map_errors
+from outbox.store.connection.secrets import IDENTITY, SIGNING, Locked, locked_values
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from datetime import datetime
     from uuid import UUID
 
     from asyncpg import Connection
 
-    from outbox.store.vault import Vault
+    from outbox.core.delivery.signature import SigningKey
+    from outbox.core.model.response import Headers
+    from outbox.store.connection.secrets import Vault
 
-# How far each lane really is: the checkpoint, or what was acknowledged since.  The
-# newest acknowledgement is looked up from the end: max() would not be, where the
-# statistics are from a time with few lanes.
-LANE_STATE = """
-SELECT l.endpoint_id, l.id AS lane_id, l.generation, l.slot, c.last_seq, p.floor_batch,
-       p.head_seq, p.attempts, p.spent, p.next_attempt_at, p.last_answer,
-       greatest(p.acked_seq, (
-           SELECT a.seq FROM attempt a
-            WHERE a.lane_id = l.id AND a.batch >= p.floor_batch AND a.seq > p.acked_seq
-              AND a.outcome = 'delivered'
-            ORDER BY a.batch DESC, a.seq DESC LIMIT 1)) AS acked_seq
-  FROM lane l
-  JOIN lane_counter c ON c.lane_id = l.id
-  JOIN lane_progress p ON p.lane_id = l.id
-"""
+TIMEOUT_S_MAX = 3600.0
 
-# The columns that EndpointSettings is made of.
-SETTINGS = """
-       e.name, e.url, e.types, e.tenant, e.all_tenants, e.filter, e.method,
-       e.headers::text AS headers, e.connect_timeout_s, e.total_timeout_s, e.in_flight_max,
-       e.rate_per_s, e.batch_max, e.allow_networks, e.ca, e.retry::text AS retry, e.retryable,
-       e.on_dead_letter, e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s,
-       e.checkpoint_every_s, e.lanes
-"""
-
-# Whether an endpoint `e` gets what is new, and whether one of its lanes waits for an
-# operator.
-SUBSCRIBED = """EXISTS (
-           SELECT FROM subscription s WHERE s.endpoint_id = e.id AND s.to_batch IS NULL)"""
-BLOCKED = """EXISTS (
-           SELECT FROM lane l JOIN lane_block b ON b.lane_id = l.id WHERE l.endpoint_id = e.id)"""
-
-_ALL_ENDPOINTS = f"""
-SELECT e.id, e.state, e.state_at, e.state_by, e.state_why, e.generation, e.created_at, {SETTINGS},
-       e.identity_about, h.state AS health, h.since, h.held_until, h.last_answer,
-       {SUBSCRIBED} AS subscribed, {BLOCKED} AS blocked,
-       (SELECT coalesce(sum(s.last_seq - s.acked_seq), 0) FROM ({LANE_STATE}) s
-         WHERE s.endpoint_id = e.id)::bigint AS owed,
-       (SELECT count(*) FROM dead_letter d
-         WHERE d.endpoint_id = e.id AND d.state = 'dead') AS dead_letters
+READ_ENDPOINTS = """
+SELECT e.id, e.name, e.tenant, e.state, e.url, e.method, e.headers::text AS headers,
+       e.connect_timeout_s, e.total_timeout_s, e.in_flight_max, e.rate_per_s, e.batch_max,
+       e.allow_networks, e.ca, e.identity, e.retry::text AS retry, e.retryable, e.on_dead_letter,
+       e.backlog_count_max, e.backlog_age_max_s, e.disable_after_s, e.checkpoint_every_s,
+       e.generation, e.resumes, h.state AS health, h.resumes AS obeyed, h.since, h.held_until,
+       h.last_answer::text AS last_answer, h.told_held_since, h.told_stalled_at,
+       array(SELECT (s.secret, s.expires_at) FROM endpoint_secret s
+              WHERE s.endpoint_id = e.id
+                AND (s.expires_at IS NULL OR s.expires_at > clock_timestamp())
+              ORDER BY s.id DESC) AS secrets
   FROM endpoint e JOIN endpoint_health h ON h.endpoint_id = e.id
-"""  # noqa: S608 (constants only)
-
-# For a listing, and for roles that may not read headers: these may be credentials.
-LIST_ENDPOINTS = _ALL_ENDPOINTS.replace("e.headers::text", "'{}'")
-
-# By name, in the order of its bytes, which is the same in every locale.
-_PAGE = """
- WHERE e.state <> 'removed' AND ($1::text IS NULL OR e.name COLLATE "C" > $1)
-   AND ($3::text IS NULL OR e.tenant = $3)
- ORDER BY e.name COLLATE "C" LIMIT $2
+ WHERE e.id = ANY ($1)
 """
-LIST_PAGE = LIST_ENDPOINTS + _PAGE
-LIST_SETTINGS = _ALL_ENDPOINTS + _PAGE
-
-_NAMED = " WHERE e.name = $1 AND e.state <> 'removed'"
-GET_ENDPOINT = _ALL_ENDPOINTS + _NAMED
-GET_WITHOUT_HEADERS = LIST_ENDPOINTS + _NAMED
-MAY_SEE_HEADERS = "SELECT has_column_privilege('endpoint', 'headers', 'SELECT')"
-HEADER_NAMES = "SELECT header_names($1)"
-
-GET_LANES = f"""
-SELECT s.*, b.seq AS blocked_seq, b.at AS blocked_at
-  FROM ({LANE_STATE} WHERE l.endpoint_id = $1) s LEFT JOIN lane_block b ON b.lane_id = s.lane_id
- ORDER BY s.generation, s.slot
-"""  # noqa: S608
-
-# The newest first; to look at them takes no right to read them.
-LIST_SECRETS = """
-SELECT id, key_id, public_key, created_at, expires_at FROM endpoint_secret
- WHERE endpoint_id = $1 AND (expires_at IS NULL OR expires_at > clock_timestamp())
- ORDER BY id DESC
-"""
-
-# Who had it when, the newest first.
-GET_HANDS = """
-SELECT at, kind = 'endpoint_claimed' AS claimed, data ->> 'relay' AS relay,
-       (data ->> 'replica')::bigint AS replica_id, (data ->> 'epoch')::bigint AS epoch,
-       actor, data ->> 'why' AS why
-  FROM journal
- WHERE endpoint_id = $1 AND kind IN ('endpoint_claimed', 'endpoint_freed')
- ORDER BY id DESC LIMIT $2
-"""
-HANDS_MAX = 10
-
-NOT_SHOWN = "(not shown)"
-"""In the place of a value that this role may not read."""
 
 LIST_NAMES = (
     "SELECT name FROM endpoint WHERE state <> 'removed' ORDER BY created_at DESC LIMIT 1000"
 )
+FIND_ID = "SELECT id FROM endpoint WHERE name = $1 AND state <> 'removed'"
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointRow:
-    """An endpoint as listings show it."""
+class Endpoint:
+    """What its owner needs to know of a destination; times are epoch seconds."""
 
     id: UUID
     name: str
-    url: str
-    state: str
-    """The operator's word, or the owner's when it disables."""
-    state_at: datetime
-    state_by: str | None
-    state_why: str | None
-    condition: str
-    """In a word, what its operator said, what waits for one, or how its receiver answers."""
-    health: str
-    """How well it works."""
-    subscribed: bool
-    """False: it gets nothing new, because it is disabled or about to be removed."""
     tenant: str | None
-    all_tenants: bool
-    lanes: int
+    state: str
+    """The operator's word: `active`, `paused`, `disabling`, `removing`, …"""
+    url: str
+    method: str
+    headers: Headers = field(repr=False)
+    secrets: tuple[tuple[SigningKey, float | None], ...] = field(repr=False)
+    """With the time at which each ends; None: it does not."""
+    connect_timeout_s: float
+    total_timeout_s: float
+    in_flight_max: int | None
+    rate_per_s: float | None
+    batch_max: int | None
+    """So many deliveries go in one request, as an array; None: each by itself."""
+    networks: tuple[IPv4Network | IPv6Network, ...]
+    """Opened for it, beside those that the relay opens."""
+    ca: str | None
+    """Certificates (PEM) that are trusted instead of the system's."""
+    identity: str | None = field(repr=False)
+    """Our own certificate and its key (PEM), for mutual TLS."""
+    retry: RetryPolicy
+    retryable: frozenset[int]
+    blocks: bool
+    """A lane waits for an operator after a delivery was given up."""
+    backlog_count_max: int | None
+    backlog_age_max_s: float | None
+    disable_after_s: float
+    checkpoint_every_s: float | None
+    """None: never."""
     generation: int
-    """Rises when the lanes change."""
-    types: tuple[str, ...]
-    owed: int
-    """Deliveries that are neither acknowledged nor given up."""
-    dead_letters: int
-    created_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class LaneRow:
-    """How far a lane is."""
-
-    name: str
-    generation: int
-    last_seq: int
-    acked_seq: int
-    attempts: int
-    """Of the delivery at its head, when that is failing."""
-    probes: int
-    """How many of them only found out how its receiver is: they count for no limit."""
-    next_attempt_at: datetime | None
-    """By its schedule; while its endpoint is not healthy that decides, and not this."""
-    last_answer: dict[str, Any] | None
-    blocked_seq: int | None
-    """The number that was given up, and for which the lane waits for an operator."""
-    blocked_at: datetime | None
+    resumes: int
+    """Rises when an operator says that it shall be tried now."""
+    obeyed: int
+    """The same, as its last owner knew it."""
+    health: HealthRecord
+    """As its last owner left it."""
+    told: Told
+    """What operational events told of it, and is not over."""
+    problem: str | None = None
+    """Why it cannot be used as it is set up."""
 
     @property
-    def owed(self) -> int:
-        """Deliveries that are neither acknowledged nor given up."""
-        return self.last_seq - self.acked_seq
+    def ends(self) -> bool:
+        """It is being disabled or removed: what it is owed is given up."""
+        return self.state not in ("active", "paused")
+
+    @property
+    def usable(self) -> bool:
+        """Whether deliveries may be sent to it, now or when it is resumed."""
+        return not self.ends and self.problem is None
+
+    @property
+    def credentials(self) -> tuple[str, ...]:
+        """What its requests hold that is not to be kept."""
+        if not self.headers:
+            return ()
+        # Also without "Bearer", because that is how receivers look at it.
+        values = [value for _, value in self.headers]
+        return (*values, *(value.rpartition(" ")[2] for value in values if " " in value))
+
+    def secrets_at(self, now: float) -> list[SigningKey]:
+        """What to sign with; while one replaces the other, both."""
+        return [secret for secret, ends_at in self.secrets if ends_at is None or now < ends_at]
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """What its owner knows of how well an endpoint works."""
-
-    state: str
-    since: datetime
-    held_until: datetime | None
-    """The receiver asked to be left alone until then."""
-    last_answer: dict[str, Any] | None
+async def read(
+    connection: Connection[Any], endpoint_ids: Collection[UUID], vault: Vault
+) -> list[Endpoint]:
+    """The endpoints as they are set up now; asyncpg's errors pass through."""
+    rows = await connection.fetch(READ_ENDPOINTS, list(endpoint_ids))
+    return [_endpoint(row, vault) for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class SecretRow:
-    """A live signing secret, which is not shown."""
-
-    id: int
-    key_id: str | None
-    """Of the key that it is encrypted with; None: it is in clear."""
-    public_key: str | None
-    """What the receiver has of a private key, `whpk_…`; None: it has the secret."""
-    created_at: datetime
-    expires_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
-class Hand:
-    """A change of hands, as the journal tells it."""
-
-    at: datetime
-    claimed: bool
-    """False: it was freed, and nobody had it."""
-    relay: str
-    replica_id: int
-    """The one that has it, or had it."""
-    epoch: int
-    actor: str
-    """Who did that; who is dead is helped by another one."""
-    why: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Detail:
-    """Everything that is known of an endpoint."""
-
-    row: EndpointRow
-    settings: EndpointSettings
-    health: Health
-    secrets: tuple[SecretRow, ...]
-    certificate: dict[str, Any] | None
-    """What its receiver is shown: subject, the end of its time, fingerprint."""
-    lanes: tuple[LaneRow, ...]
-    hands: tuple[Hand, ...]
-    """The last changes of hands, the newest first."""
-
-
-async def page(
-    connection: Connection[Any],
-    schema: str,
-    *,
-    tenant: str | None = None,
-    limit: int = 100,
-    after: str | None = None,
-) -> list[EndpointRow]:
-    """Endpoints by name, at most `limit`, the ones behind `after`.
-
-    Args:
-        tenant: only those that are for it alone.
-    """
-    with map_errors(schema):
-        rows = await connection.fetch(LIST_PAGE, after, limit, tenant)
-    return [_endpoint(row) for row in rows]
-
-
-async def settings_page(
-    connection: Connection[Any], schema: str, *, limit: int, after: str | None = None
-) -> list[tuple[UUID, EndpointSettings]]:
-    """The same with all of their settings, and nothing else."""
-    with map_errors(schema, "operator"):
-        rows = await connection.fetch(LIST_SETTINGS, after, limit, None)
-    return [(row["id"], settings_of(row)) for row in rows]
-
-
-async def get(connection: Connection[Any], schema: str, name: str) -> Detail:
-    """One endpoint with everything about it.
+async def find(connection: Connection[Any], schema: str, name: str, vault: Vault) -> Endpoint:
+    """The endpoint of this name, for whoever sends something to it just now.
 
     Raises:
-        NotFound: there is none of that name.
+        NotFound: there is none.
+        CannotRun: it cannot be sent to as it is set up, or from here.
     """
     with map_errors(schema):
-        may_see = await connection.fetchval(MAY_SEE_HEADERS)
-        row = await connection.fetchrow(GET_ENDPOINT if may_see else GET_WITHOUT_HEADERS, name)
-        if row is None:
-            raise await not_found(connection, name)
-        settings = settings_of(row)
-        if not may_see:
-            names = await connection.fetchval(HEADER_NAMES, row["id"])
-            settings = replace(settings, headers=dict.fromkeys(names, NOT_SHOWN))
-        lanes = await connection.fetch(GET_LANES, row["id"])
-        secrets = await connection.fetch(LIST_SECRETS, row["id"])
-        hands = await connection.fetch(GET_HANDS, row["id"], HANDS_MAX)
-    return Detail(
-        row=_endpoint(row),
-        settings=settings,
-        health=Health(row["health"], row["since"], row["held_until"], _json(row["last_answer"])),
-        secrets=tuple(SecretRow(**s) for s in secrets),
-        certificate=_json(row["identity_about"]),
-        lanes=tuple(_lane(lane) for lane in lanes),
-        hands=tuple(Hand(**hand) for hand in hands),
+        endpoint_id = await connection.fetchval(FIND_ID, name)
+        found = [] if endpoint_id is None else await read(connection, [endpoint_id], vault)
+        if not found:
+            raise await endpoint_not_found(connection, name)
+    if found[0].problem is not None:
+        raise CannotRun(f'endpoint "{name}": {found[0].problem}')
+    return found[0]
+
+
+def _endpoint(row: Any, vault: Vault) -> Endpoint:
+    """An endpoint; one that is set up wrongly must not keep the others waiting."""
+    retry, retryable, problem = STANDARD, RETRYABLE, None
+    secrets: tuple[tuple[SigningKey, float | None], ...] = ()
+    endpoint_id, own, identity = row["id"], {}, None
+    timeouts = (row["connect_timeout_s"], row["total_timeout_s"])
+    networks: tuple[IPv4Network | IPv6Network, ...] = ()
+    try:
+        retry = _policy(row["retry"])
+        if row["retryable"] is not None:
+            retryable = http_status.parse(row["retryable"])
+        secrets = tuple(
+            (parse_signing_key(vault.open(text, endpoint_id, SIGNING)), at and at.timestamp())
+            for text, at in row["secrets"]
+        )
+        if not secrets:
+            raise UsageError("secret: there is none to sign with")
+        if not all(0 < t <= TIMEOUT_S_MAX for t in timeouts):
+            raise UsageError(f"time-outs: must be more than 0 and at most {TIMEOUT_S_MAX} s")
+        networks = tuple(map(ip_network, row["allow_networks"]))
+        stored = orjson.loads(row["headers"])
+        if not isinstance(stored, dict):
+            raise UsageError("headers: are not names with values")
+        own = vault.open_headers(stored, endpoint_id)
+        for locked in locked_values(own):
+            raise Locked(locked.why)
+        if row["identity"] is not None:
+            identity = vault.open(row["identity"], endpoint_id, IDENTITY)
+    except (Locked, UsageError, TypeError, ValueError) as error:
+        problem = str(error)
+    return Endpoint(
+        id=endpoint_id,
+        name=row["name"],
+        tenant=row["tenant"],
+        state=row["state"],
+        url=row["url"],
+        method=row["method"],
+        headers=headers.own(own),
+        secrets=secrets,
+        connect_timeout_s=timeouts[0],
+        total_timeout_s=timeouts[1],
+        in_flight_max=row["in_flight_max"],
+        rate_per_s=row["rate_per_s"],
+        batch_max=row["batch_max"],
+        networks=networks,
+        ca=row["ca"],
+        identity=identity,
+        retry=retry,
+        retryable=retryable,
+        blocks=row["on_dead_letter"] == "block",
+        backlog_count_max=row["backlog_count_max"],
+        backlog_age_max_s=row["backlog_age_max_s"],
+        disable_after_s=row["disable_after_s"],
+        checkpoint_every_s=row["checkpoint_every_s"],
+        generation=row["generation"],
+        resumes=row["resumes"],
+        obeyed=row["obeyed"],
+        health=HealthRecord(
+            State(row["health"]),
+            row["since"].timestamp(),
+            _seconds(row["held_until"]),
+            row["last_answer"] and orjson.loads(row["last_answer"]),
+        ),
+        told=Told(_seconds(row["told_held_since"]), _seconds(row["told_stalled_at"])),
+        problem=problem,
     )
 
 
-async def not_found(connection: Connection[Any], name: str) -> NotFound:
+@lru_cache(256)
+def _policy(text: str) -> RetryPolicy:
+    """Most endpoints have one of a few."""
+    return RetryPolicy.from_dict(orjson.loads(text))
+
+
+def _seconds(at: datetime | None) -> float | None:
+    return None if at is None else at.timestamp()
+
+
+async def endpoint_not_found(connection: Connection[Any], name: str) -> NotFound:
     """The error for a name that no endpoint has, with the nearest one."""
     names = [row["name"] for row in await connection.fetch(LIST_NAMES)]
     near = difflib.get_close_matches(name, names, 1)
     hint = f'did you mean "{near[0]}"?' if near else "see: outbox endpoint list"
     return NotFound(f'there is no endpoint "{name}"; {hint}')
-
-
-def settings_of(row: Any, vault: Vault = CLEAR) -> EndpointSettings:
-    """The settings in a row with the columns of SETTINGS and the id.
-
-    Of headers that cannot be read here, the values are `LockedText`.
-    """
-    values = {field: row[field] for field in EndpointSettings.__dataclass_fields__}
-    values["retry"] = _json(row["retry"])
-    values["headers"] = vault.open_headers(_json(row["headers"]), row["id"])
-    return EndpointSettings.from_dict(values)
-
-
-def _endpoint(row: Any) -> EndpointRow:
-    return EndpointRow(
-        id=row["id"],
-        name=row["name"],
-        url=row["url"],
-        state=row["state"],
-        state_at=row["state_at"],
-        state_by=row["state_by"],
-        state_why=row["state_why"],
-        condition=condition(
-            row["state"], row["health"], blocked=row["blocked"], subscribed=row["subscribed"]
-        ),
-        health=row["health"],
-        subscribed=row["subscribed"],
-        tenant=row["tenant"],
-        all_tenants=row["all_tenants"],
-        lanes=row["lanes"],
-        generation=row["generation"],
-        types=tuple(row["types"]),
-        owed=row["owed"],
-        dead_letters=row["dead_letters"],
-        created_at=row["created_at"],
-    )
-
-
-def _lane(row: Any) -> LaneRow:
-    # Retry state names its number; that of an earlier one is stale.
-    failing = row["head_seq"] == row["acked_seq"] + 1
-    return LaneRow(
-        name=lane_name(row["endpoint_id"], row["generation"], row["slot"]),
-        generation=row["generation"],
-        last_seq=row["last_seq"],
-        acked_seq=row["acked_seq"],
-        attempts=row["attempts"] if failing else 0,
-        probes=row["attempts"] - row["spent"] if failing else 0,
-        next_attempt_at=row["next_attempt_at"] if failing else None,
-        last_answer=_json(row["last_answer"]) if failing else None,
-        blocked_seq=row["blocked_seq"],
-        blocked_at=row["blocked_at"],
-    )
-
-
-def _json(text: str | None) -> Any:
-    return None if text is None else orjson.loads(text)

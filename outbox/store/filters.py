@@ -2,7 +2,7 @@
 
 A filter is an endpoint's, so it must not hold up anybody else.  What cannot be
 evaluated counts as met: too much is delivered then, rather than too little, and
-the journal says so (see `outbox.relay.filtering`).
+the journal says so (see `outbox.relay.sequencing.filter_evaluator`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.operational import FILTER_GIVEN_UP
-from outbox.store.changes import write_journal
-from outbox.store.operational import WANTED
+from outbox.core.delivery.operational_events import FILTER_GIVEN_UP
+from outbox.store.operational_events import WANTED
+from outbox.store.routing_change import write_journal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from asyncpg import Connection
 
-    from outbox.core.sequencing import Asked
+    from outbox.core.sequencing.router import Asked
 
 # A savepoint, so that a filter that fails does not take the batch with it; going
 # back to it also takes back the time-out.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
 
-from outbox.core.identity import lane_name
-from outbox.core.request import Delivery
-from outbox.core.steps import Gone, Progress
-from outbox.store import destinations
-from outbox.store.vault import CLEAR
+from outbox.core.delivery.commands import Gone, Progress
+from outbox.core.delivery.message import Delivery
+from outbox.core.model.ids import lane_name
+from outbox.store import endpoints as destinations
+from outbox.store.connection.secrets import CLEAR
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.store.destinations import Endpoint
-    from outbox.store.vault import Vault
+    from outbox.store.connection.secrets import Vault
+    from outbox.store.endpoints import Endpoint
 
 READ_LAST_BATCH = "SELECT max(batch) FROM batch"
 

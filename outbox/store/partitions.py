@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.names import quote_ident
-from outbox.core.periods import AHEAD
+from outbox.core.model.sql_names import quote_ident
+from outbox.core.sequencing.partition_window import AHEAD
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from asyncpg import Connection
 
-    from outbox.core.periods import Kind
+    from outbox.core.sequencing.partition_window import Kind
 
 PARENTS: Mapping[Kind, tuple[str, ...]] = {
     "events": ("outbox",),

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.request import Delivery
-from outbox.core.steps import DeadRange
-from outbox.store.columns import as_text, sparse
-from outbox.store.operational import (
+from outbox.core.delivery.commands import DeadRange
+from outbox.core.delivery.message import Delivery
+from outbox.store.array_params import as_text, sparse
+from outbox.store.operational_events import (
     IS_ORDINARY,
     LANE_IS_BLOCKED,
     LETTER_COLUMNS,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.steps import AttemptRow, DeadLetter, Progress, Record
+    from outbox.core.delivery.commands import AttemptRow, DeadLetter, Progress, Record
 
 RANGE_GROWS_S = 3600
 """A range grows for so long, so what is in it may be dropped so much too early."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.ownership import Peer
+from outbox.core.cluster.lease import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

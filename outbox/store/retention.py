@@ -26,19 +26,19 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.periods import WIDTH, Keep, Period, due, length_s
-from outbox.store.changes import LOCK_CURSOR, write_journal
+from outbox.core.sequencing.partition_window import WIDTH, Keep, Period, due, length_s
+from outbox.store.channels import WAKE_ALL
 from outbox.store.cursor import SIGN_CURSOR
-from outbox.store.erase import sweep
-from outbox.store.notify import WAKE_ALL
+from outbox.store.erasure import sweep
+from outbox.store.routing_change import LOCK_CURSOR, write_journal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from asyncpg import Connection
 
-    from outbox.core.gaps import Holders
-    from outbox.core.periods import Kind
+    from outbox.core.sequencing.gaps import Holders
+    from outbox.core.sequencing.partition_window import Kind
 
 ACTOR = "retention"
 
@@ -227,7 +227,7 @@ class RetentionStore:
 
     Args:
         period_s: how long a period of each kind lasts; without it, what is left to
-            `outbox.core.periods`.
+            `outbox.core.sequencing.partition_window`.
     """
 
     def __init__(

@@ -8,14 +8,14 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.sequencing import Helping, Replay, Route, fitting
+from outbox.core.sequencing.router import Helping, Replay, Route, fitting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from asyncpg import Connection
 
-    from outbox.core.pacing import Share
+    from outbox.core.sequencing.replay_throttle import Share
 
 # A paused endpoint's deliveries are numbered, though none is sent.  A filter that was
 # stopped less than so many seconds ago counts as met.

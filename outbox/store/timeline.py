@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.changes import RAISE_VERSION
-from outbox.store.notify import WAKE_ALL
+from outbox.store.channels import WAKE_ALL
+from outbox.store.routing_change import RAISE_VERSION
 
 if TYPE_CHECKING:
     from asyncpg import Connection

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import get_args
 
-from outbox.core.story import Reason
+from outbox.core.delivery.commands import DeadLetterReason
 
-OUTCOMES: tuple[str, ...] = ("delivered", *get_args(Reason))
+OUTCOMES: tuple[str, ...] = ("delivered", *get_args(DeadLetterReason))
 """How a delivery ends: it was acknowledged, or given up for one of these reasons."""
 ANSWERS = ("delivered", "retry", "refused")
 """How a request ends."""

@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-from outbox.core.endpoint import OTHERS
-from outbox.core.steps import DeadRange
+from outbox.core.delivery.commands import DeadRange
+from outbox.core.model.endpoint import OTHERS
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import ANSWERS, OUTCOMES
 from outbox.telemetry.snapshot import Buckets, Snapshot
@@ -18,8 +18,8 @@ from outbox.telemetry.snapshot import Buckets, Snapshot
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from outbox.core.answer import Answer
-    from outbox.core.steps import AttemptRow, DeadLetter
+    from outbox.core.delivery.commands import AttemptRow, DeadLetter
+    from outbox.core.model.response import Answer
     from outbox.telemetry.catalogue import Metric
     from outbox.telemetry.snapshot import Series
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Span
 
-    from outbox.core.answer import Answer, Headers
-    from outbox.core.request import Delivery
-    from outbox.core.steps import AttemptRow
+    from outbox.core.delivery.commands import AttemptRow
+    from outbox.core.delivery.message import Delivery
+    from outbox.core.model.response import Answer, Headers
     from outbox.telemetry.sampling import Origin, Sampling
 
 NS = 1_000_000_000

@@ -14,8 +14,8 @@ for pytest: `pytest_plugins = ["outbox.testing.fixtures"]`.
 
 from __future__ import annotations
 
-from outbox.testing.posting import send
+from outbox.testing.faulty_network import Weather
+from outbox.testing.post import send
 from outbox.testing.sender import FakeSender, sign
-from outbox.testing.weather import Weather
 
 __all__ = ["FakeSender", "Weather", "send", "sign"]

@@ -9,28 +9,28 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from outbox.core import checkpoint
-from outbox.core.batch import prepare_batch
-from outbox.core.checkpoint import Mark
-from outbox.core.ed25519 import PRIVATE_PREFIX, parse_private_key
-from outbox.core.headers import pairs
-from outbox.core.identity import lane_name
-from outbox.core.request import Delivery, prepare
-from outbox.core.signature import (
+from outbox.core.delivery import receiver_checkpoint as checkpoint
+from outbox.core.delivery.batch import prepare_batch
+from outbox.core.delivery.ed25519 import PRIVATE_PREFIX, parse_private_key
+from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.delivery.receiver_checkpoint import Mark
+from outbox.core.delivery.signature import (
     ID_HEADER,
     SIGNATURE_HEADER,
     TIMESTAMP_HEADER,
     parse_secret,
     sign_ed25519,
 )
-from outbox.core.signature import sign as sign_hmac
-from outbox.receiver.fetching import CannotFetch, Item, LaneStanding, Page
+from outbox.core.delivery.signature import sign as sign_hmac
+from outbox.core.model.headers import pairs
+from outbox.core.model.ids import lane_name
+from outbox.receiver.fetch import CannotFetch, Item, LaneStanding, Page
 from outbox.receiver.requests import Request
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-    from outbox.core.request import Prepared
+    from outbox.core.delivery.message import Prepared
 
 SECRET = "whsec_" + "dGVzdGluZyBvbmx5LCBub3QgYSBzZWNyZXQ="
 PAGE = 100

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from outbox import alerts
+from outbox.telemetry import alerts
 from tests.support.promtool import judged
 
 if TYPE_CHECKING:

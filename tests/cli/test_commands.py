@@ -10,7 +10,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox.store.migrate import migrations
+from outbox.store.connection.migrate import migrations
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Command

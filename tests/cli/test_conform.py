@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from outbox.cli import conform
-from outbox.core.signature import format_secret
+from outbox.core.delivery.signature import format_secret
 from outbox.receiver import verify
 from tests.cli.test_listen import listen
 from tests.receiver.deliveries import SECRET

@@ -19,12 +19,14 @@ import pytest
 from aiohttp import web
 
 import outbox
-from outbox.core.schedule import markdown
-from outbox.core.signature import parse_secret, verify
-from outbox.store import endpoint_states
+from outbox.core.delivery.retry_preview import markdown
+from outbox.core.delivery.signature import parse_secret, verify
+from outbox.operations import endpoint_states
 from outbox.store.replicas import ReplicaStore
 from tests.cli.conftest import Result
 from tests.cli.test_commands import execute
+from tests.destinations import hostile
+from tests.destinations.authority import Authority
 from tests.support import process
 from tests.support.relay import (
     OK,
@@ -39,13 +41,11 @@ from tests.support.relay import (
 )
 from tests.support.tcp import free_port
 from tests.support.waiting import until
-from tests.transport import hostile
-from tests.transport.authority import Authority
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from outbox.core.answer import Answer
+    from outbox.core.model.response import Answer
     from tests.cli.conftest import Command
     from tests.support.postgres import Database
 

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 import pytest
 
-from outbox.core.signature import format_secret
+from outbox.core.delivery.signature import format_secret
 from tests.receiver.deliveries import OTHER, SECRET, delivery, signed
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import outbox as producer
-from outbox.store import once
+from outbox.operations import idempotency_keys
 
 if TYPE_CHECKING:
     from uuid import UUID
@@ -148,7 +148,7 @@ def test_a_listing_of_many_keys_reads_few(database: Database) -> None:
             plans = []
             for prefix, behind in (("", None), ("k777", "k778")):
                 arguments = ("", prefix, behind, None, None, None, 100)
-                rows = await db.fetch(f"EXPLAIN {once.LIST_ONCE}", *arguments)
+                rows = await db.fetch(f"EXPLAIN {idempotency_keys.LIST_ONCE}", *arguments)
                 plans.append("\n".join(row[0] for row in rows))
             return plans
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.prove.plan import KINDS
+from outbox.devtools.chaos.plan import KINDS
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Command

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.keys import parse_keys
+from outbox.core.model.encryption_keys import parse_keys
 from tests.cli.test_commands import execute
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 from structlog.testing import capture_logs
 
-from outbox.core.answer import Answer
+from outbox.core.model.response import Answer
 from tests.support.relay import (
     OK,
     REFUSED,

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outbox.core.gaps import CursorState, GapTracker, Range, Step
-from tests.core.promises import expect
+from outbox.core.sequencing.gaps import CursorState, GapTracker, Range, Step
+from tests.core.invariants import expect
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from outbox.core.gaps import Holders
+    from outbox.core.sequencing.gaps import Holders
     from tests.core.database_model import Database, Look, Row
 
 REPLICAS = 2

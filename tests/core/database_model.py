@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from outbox.core.gaps import Holders
+    from outbox.core.sequencing.gaps import Holders
 
 
 class Stage(Enum):

@@ -12,13 +12,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outbox.core.answer import Answer, Failure, Verdict, classify
-from outbox.core.generations import Generations
-from outbox.core.lane import Lane
-from outbox.core.steps import Fetch, Gate, Record, Send, Wait
-from tests.core.lane_promises import POLICY
+from outbox.core.delivery.commands import Fetch, Gate, Record, Send, Wait
+from outbox.core.delivery.lane import Lane
+from outbox.core.delivery.lane_generations import Generations
+from outbox.core.model.response import Answer, Failure, Verdict, classify
+from tests.core.invariants import expect
+from tests.core.lane_invariants import POLICY
 from tests.core.lane_tables import EPOCH_S, Disk, Receiver, delivery
-from tests.core.promises import expect
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

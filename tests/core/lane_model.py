@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from outbox.core.answer import RETRYABLE, Answer, Failure, Verdict, classify
-from outbox.core.batch import classify_batch
-from outbox.core.lane import Lane
-from outbox.core.steps import Fetch, Gate, Gone, Record, Send, Wait
-from tests.core.lane_promises import POLICY, Watch
+from outbox.core.delivery.batch import classify_batch
+from outbox.core.delivery.commands import Fetch, Gate, Gone, Record, Send, Wait
+from outbox.core.delivery.lane import Lane
+from outbox.core.model.response import RETRYABLE, Answer, Failure, Verdict, classify
+from tests.core.invariants import expect
+from tests.core.lane_invariants import POLICY, Watch
 from tests.core.lane_tables import EPOCH_S, Disk, Receiver, delivery
-from tests.core.promises import expect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.steps import Command
+    from outbox.core.delivery.commands import Command
 
 ROWS_PER_FETCH = 12
 

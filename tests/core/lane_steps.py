@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.answer import Answer, classify
-from outbox.core.lane import Lane
-from outbox.core.steps import Fetch, Gate, Gone, Progress, Record, Send
-from tests.core.lane_promises import POLICY
+from outbox.core.delivery.commands import Fetch, Gate, Gone, Progress, Record, Send
+from outbox.core.delivery.lane import Lane
+from outbox.core.model.response import Answer, classify
+from tests.core.lane_invariants import POLICY
 from tests.core.lane_tables import EPOCH_S
 
 if TYPE_CHECKING:
-    from outbox.core.request import Delivery
+    from outbox.core.delivery.message import Delivery
 
 NOW = EPOCH_S
 OK = Answer.of(200, 0.1)

@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from outbox.core.order import LaneOrder, State
-from outbox.core.request import Delivery
-from outbox.core.steps import DeadRange, Gone, Progress
-from tests.core.promises import expect
+from outbox.core.delivery.commands import DeadRange, Gone, Progress
+from outbox.core.delivery.message import Delivery
+from outbox.receiver.lane_order import LaneOrder, State
+from tests.core.invariants import expect
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.steps import AttemptRow, DeadLetter, Fetch, Record, Send
+    from outbox.core.delivery.commands import AttemptRow, DeadLetter, Fetch, Record, Send
 
 ENDPOINT = UUID(int=1)
 EPOCH_S = 1_700_000_000.0

@@ -8,21 +8,21 @@ from uuid import UUID
 import orjson
 import pytest
 
-from outbox.core.answer import RETRYABLE, Answer, Failure, Verdict
-from outbox.core.batch import (
+from outbox.core.delivery.batch import (
     BATCH_BYTES_MAX,
-    BATCH_MAX,
     BatchSize,
     accepted_through,
     classify_batch,
     element_bytes,
     prepare_batch,
 )
-from outbox.core.headers import pairs
-from outbox.core.lane import Lane
-from outbox.core.request import body_of, prepare
-from outbox.core.steps import Fetch, Gone, Progress, Send
-from tests.core.lane_promises import POLICY
+from outbox.core.delivery.commands import Fetch, Gone, Progress, Send
+from outbox.core.delivery.lane import Lane
+from outbox.core.delivery.message import body_of, prepare
+from outbox.core.model.endpoint import BATCH_MAX
+from outbox.core.model.headers import pairs
+from outbox.core.model.response import RETRYABLE, Answer, Failure, Verdict
+from tests.core.lane_invariants import POLICY
 from tests.core.lane_steps import BUSY
 from tests.core.lane_tables import ENDPOINT, EPOCH_S, delivery
 
@@ -252,7 +252,7 @@ def test_whether_to_read_more_is_known_without_a_look_at_all_that_is_in_hand(
     large = [delivery(n)._replace(payload=b'"%b"' % (b"x" * 100_000)) for n in range(1, 21)]
     lane = lane_of(*large, batch_max=20)
     with monkeypatch.context() as patch:
-        patch.setattr("outbox.core.in_hand.element_bytes", None)
+        patch.setattr("outbox.core.delivery.delivery_buffer.element_bytes", None)
         assert not lane.runs_dry
     lane.batch_up_to(None)
     assert not lane.runs_dry

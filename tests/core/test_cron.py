@@ -10,7 +10,7 @@ from cronsim import CronSim
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from outbox.core.cron import NICKNAMES, Cron
+from outbox.core.schedules.cron import NICKNAMES, Cron
 from outbox.errors import UsageError
 
 BERLIN, LORD_HOWE = "Europe/Berlin", "Australia/Lord_Howe"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.core import duration
-from outbox.core.duration import MAX_S
+from outbox.core.model import duration
+from outbox.core.model.duration import MAX_S
 from outbox.errors import UsageError
 
 

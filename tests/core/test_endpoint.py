@@ -6,9 +6,9 @@ from typing import Any
 import orjson
 import pytest
 
-from outbox.core.answer import RETRYABLE
-from outbox.core.endpoint import EndpointSettings
-from outbox.core.retry import PRESETS, STANDARD
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.response import RETRYABLE
+from outbox.core.model.retry_policy import PRESETS, STANDARD
 from outbox.errors import UsageError
 
 FULL: dict[str, Any] = {

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core.event import HEADERS_BYTES_MAX, check_type, encode_headers, encode_payload
-from outbox.core.headers import pairs
-from outbox.core.names import quote_ident, quote_literal, schema_name
-from outbox.core.request import Delivery, prepare
+from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.model.event import HEADERS_BYTES_MAX, check_type, encode_headers, encode_payload
+from outbox.core.model.headers import pairs
+from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name
 from outbox.errors import InvalidEvent, UsageError
 
 DELIVERY = Delivery(

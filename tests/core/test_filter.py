@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.core.filter import check
+from outbox.core.model.filter import check
 from outbox.errors import UsageError
 
 

@@ -1,4 +1,4 @@
-"""Every rule of `outbox.core.gaps` is needed: left out, it is caught.
+"""Every rule of `outbox.core.sequencing.gaps` is needed: left out, it is caught.
 
 Each mutant is found by the same random histories that the tracker survives in
 `test_gaps`, so these tests show that the model has teeth.
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.gaps import AGE_S, GapTracker
+from outbox.core.sequencing.gaps import AGE_S, GapTracker
 from tests.core.cursor_model import NO_FAULTS, Faults
-from tests.core.promises import Violation
-from tests.core.wander import hunt_cursor
+from tests.core.invariants import Violation
+from tests.core.random_walk import hunt_cursor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.gaps import CursorState, Holders, Step
+    from outbox.core.sequencing.gaps import CursorState, Holders, Step
 
 
 class DropsGaps(GapTracker):

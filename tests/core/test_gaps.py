@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from outbox.core.gaps import CursorState, GapTracker
+from outbox.core.sequencing.gaps import CursorState, GapTracker
 from tests.core.cursor_model import Cursor
 from tests.core.database_model import Database
-from tests.core.wander import hunt_cursor
+from tests.core.random_walk import hunt_cursor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.gaps import Holders, Step
+    from outbox.core.sequencing.gaps import Holders, Step
 
 choices = st.integers(0, 15)
 which = st.integers(0, 7)

@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.headers import (
+from outbox.core.model.headers import (
     WIRE_BYTES_MAX,
     WIRE_COUNT_MAX,
     event_header_problem,
     header_problem,
     own,
 )
-from outbox.core.headers import merge as merge_json
+from outbox.core.model.headers import merge as merge_json
 
 if TYPE_CHECKING:
-    from outbox.core.answer import Headers
+    from outbox.core.model.response import Headers
 
 
 def merge(endpoint: dict[str, Any], event: dict[str, Any]) -> Headers:

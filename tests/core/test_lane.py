@@ -12,15 +12,24 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from outbox.core.answer import Answer, Verdict, summary
-from outbox.core.in_hand import FETCH_LOW
-from outbox.core.lane import Lane
-from outbox.core.steps import DeadLetter, Fetch, Gate, Gone, Progress, Record, Send, Wait
+from outbox.core.delivery.commands import (
+    DeadLetter,
+    Fetch,
+    Gate,
+    Gone,
+    Progress,
+    Record,
+    Send,
+    Wait,
+)
+from outbox.core.delivery.delivery_buffer import FETCH_LOW
+from outbox.core.delivery.lane import Lane
+from outbox.core.model.response import Answer, Verdict, summary
+from tests.core.lane_invariants import POLICY
 from tests.core.lane_model import World
-from tests.core.lane_promises import POLICY
 from tests.core.lane_steps import BUSY, NO, NOW, OK, attempt, lane_with
 from tests.core.lane_tables import ENDPOINT, delivery
-from tests.core.wander import STATUSES, hunt_lane
+from tests.core.random_walk import STATUSES, hunt_lane
 
 statuses = st.sampled_from(STATUSES)
 uniforms = st.sampled_from([0.0, 0.5, 0.99])

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 import pytest
 
-from outbox.core.answer import Answer, Failure, classify, summary
-from outbox.core.lane import Lane
-from outbox.core.steps import DeadLetter, DeadRange, Fetch, Gate, Gone, Progress, Record, Send
-from tests.core.lane_promises import POLICY
+from outbox.core.delivery.commands import (
+    DeadLetter,
+    DeadRange,
+    Fetch,
+    Gate,
+    Gone,
+    Progress,
+    Record,
+    Send,
+)
+from outbox.core.delivery.lane import Lane
+from outbox.core.model.response import Answer, Failure, classify, summary
+from tests.core.lane_invariants import POLICY
 from tests.core.lane_steps import BUSY, NO, NOW, OK, attempt, lane_with
 from tests.core.lane_tables import ENDPOINT, delivery
 

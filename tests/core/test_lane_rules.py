@@ -1,4 +1,4 @@
-"""Every rule of `outbox.core.lane` is needed: left out, it is caught.
+"""Every rule of `outbox.core.delivery.lane` is needed: left out, it is caught.
 
 Each mutant is found by the same random histories that the lane survives in
 `test_lane`, so these tests show that the model has teeth.
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.answer import Verdict
-from outbox.core.head import Head
-from outbox.core.lane import Lane, _Busy
-from outbox.core.steps import DeadRange, Gate, Progress, Record, Send, Wait
+from outbox.core.delivery.commands import DeadRange, Gate, Progress, Record, Send, Wait
+from outbox.core.delivery.lane import Lane, _Busy
+from outbox.core.delivery.retry_state import Head
+from outbox.core.model.response import Verdict
+from tests.core.invariants import Violation
 from tests.core.lane_model import NO_FAULTS, Faults
-from tests.core.promises import Violation
-from tests.core.wander import hunt_lane
+from tests.core.random_walk import hunt_lane
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from outbox.core.request import Delivery
-    from outbox.core.steps import Command
+    from outbox.core.delivery.commands import Command
+    from outbox.core.delivery.message import Delivery
 
 
 class SendsTheNextOneMeanwhile(Lane):

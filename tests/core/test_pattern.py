@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.core import pattern
+from outbox.core.model import pattern
 from outbox.errors import UsageError
 
 words = st.sampled_from(["outbox", "order", "paid", "Item_2", "_", "7"])

@@ -1,121 +1,147 @@
-"""The schedule that is printed is the one that a lane keeps, in virtual time."""
+"""Which ticks are published: policies, and looks at any time."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from pathlib import Path
-from uuid import UUID
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-import outbox
-from outbox.core.answer import Answer, Verdict
-from outbox.core.lane import Lane
-from outbox.core.request import Delivery
-from outbox.core.retry import PRESETS, RetryPolicy, parse
-from outbox.core.schedule import markdown, schedule
-from outbox.core.steps import Fetch, Progress, Record, Send, Wait
-
-BUSY = Answer.of(503, 0.0)
-START = 1_800_000_000.0
-
-EVENT = Delivery(
-    endpoint_id=UUID(int=1),
-    lane="lane",
-    seq=1,
-    batch=1,
-    outbox_id=1,
-    event_id=UUID(int=2),
-    type="a.b",
-    tenant=None,
-    key=None,
-    published_at=datetime.fromtimestamp(START, UTC),
-    expires_at=None,
-    payload=b"{}",
-    headers=None,
+from outbox.core.schedules.cron import Cron
+from outbox.core.schedules.schedule import (
+    HEADERS_BYTES_MAX,
+    LOOK_MAX_S,
+    LOOK_MIN_S,
+    Due,
+    ScheduleSettings,
+    due,
+    wait_s,
 )
+from outbox.errors import UsageError
+
+HOURLY = Cron("0 * * * *", "UTC")
+START = datetime(2027, 3, 27, 10, tzinfo=UTC)
+HOUR = timedelta(hours=1)
 
 
-def attempts(policy: RetryPolicy, u: float, *, late_s: float = 0.0) -> tuple[list[float], str]:
-    """When a lane whose receiver always fails tries, and what ended it.
-
-    `late_s`: the owner gets to each attempt so much later than it was due.
-    """
-    lane = Lane(1, Progress(), (), 1, 0)
-    now, times = START, []
-    while True:
-        command = lane.next(now)
-        if isinstance(command, Fetch):
-            lane.fetched([EVENT])
-        elif isinstance(command, Wait):
-            assert command.until > now
-            now = command.until + late_s
-        elif isinstance(command, Send):
-            times.append(now - START)
-            record = lane.answered(Verdict.RETRY, BUSY, policy, started_at=now, now=now, u=u)
-            assert isinstance(record, Record)
-            if record.dead is not None:
-                return times, record.dead.reason
-            lane.recorded(record)
-        else:
-            raise AssertionError(command)
+def decide(next_at: datetime, now: datetime, **options: Any) -> Due:
+    wanted = {"misfire": "all", "grace_s": 60.0, "ticks_max": 100, **options}
+    return due(HOURLY, next_at, now, **wanted)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("u", [0.0, 0.5, 0.999])
-def test_a_lane_keeps_the_schedule_of_every_preset(name: str, u: float) -> None:
-    policy = PRESETS[name]
-    rows = schedule(policy)
-    times, reason = attempts(policy, u)
-    assert reason == "exhausted"
-    for row, at in zip(rows, times, strict=False):
-        assert at >= row.elapsed.min_s - 1e-3
-        if row.elapsed.max_s is not None:
-            assert at <= row.elapsed.max_s + 1e-3
-    exact = {0.0: "min_s", 0.5: "mean_s"}.get(u)
-    if exact is not None:
-        planned = [getattr(row.elapsed, exact) for row in rows]
-        assert times == pytest.approx([at for at in planned if at is not None], abs=1e-3)
-    else:
-        longest = [row.elapsed.max_s for row in rows if row.elapsed.max_s is not None]
-        # A hair shorter than the longest waits may be just short of the age.
-        assert len(longest) <= len(times) <= len(longest) + 1
-        assert times[: len(longest)] == pytest.approx(longest, rel=2e-3)
+def test_nothing_before_its_time() -> None:
+    assert decide(START, START - timedelta.resolution) == Due((), START)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("u", [0.0, 0.5, 0.999])
-def test_a_budget_ends_by_attempts_or_by_age(name: str, u: float) -> None:
-    policy = PRESETS[name]
-    times, _ = attempts(policy, u)
-    assert len(times) == policy.attempts_max or times[-1] >= policy.age_max_s
-    assert len(times) <= policy.attempts_max
-    # Every attempt but the last one was made within the budget.
-    assert all(at < policy.age_max_s for at in times[:-1])
+@pytest.mark.parametrize("misfire", ["all", "once", "skip"])
+def test_on_time_there_is_nothing_to_choose(misfire: str) -> None:
+    now = START + timedelta(seconds=1)
+    assert decide(START, now, misfire=misfire) == Due((START,), START + HOUR)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_clock_alone_never_ends_a_budget(name: str) -> None:
-    # Everything stood still for a month after the first attempt: there is
-    # still one more, and its answer is what ends the budget.
-    times, _ = attempts(PRESETS[name], 0.5, late_s=30 * 86400)
-    assert len(times) == 2
+def test_after_a_while() -> None:
+    now = START + 5 * HOUR + timedelta(minutes=20)
+    due_then = tuple(START + n * HOUR for n in range(6))
+    following = START + 6 * HOUR
+    assert decide(START, now) == Due(due_then, following)
+    assert decide(START, now, ticks_max=2) == Due(due_then[:2], due_then[2])
+    newest = due_then[-1]
+    assert decide(START, now, misfire="once") == Due((newest,), following, (START, newest))
+    assert decide(START, now, misfire="skip") == Due((), following, (START, following))
+    lately = decide(START, now, misfire="skip", grace_s=2 * 3600.0)
+    assert lately == Due(due_then[-2:], following, (START, due_then[-2]))
+    long_ago = decide(START, now, misfire="skip", grace_s=86400.0)
+    assert long_ago == Due(due_then, following)
 
 
-def test_a_schedule_ends_where_the_longest_of_its_waits_do() -> None:
-    rows = schedule(parse("base=10s,factor=1,cap=10s,attempts=9,age=25s"))
-    assert len(rows) == 9
-    # At most 0, 10, 20, 30 s: the fourth comes after the age, and is the last.
-    assert [row.elapsed.max_s for row in rows] == [0, 10, 20, 30, *[None] * 5]
-    assert [row.elapsed.mean_s for row in rows] == [0, 5, 10, 15, 20, 25, *[None] * 3]
-    assert len(schedule(parse("attempts=1"))) == 1
+def test_a_tick_that_is_just_as_old_as_the_grace_is_published() -> None:
+    now = START + timedelta(seconds=60)
+    assert decide(START, now, misfire="skip").ticks == (START,)
+    assert decide(START, now + timedelta.resolution, misfire="skip").ticks == ()
 
 
-def test_the_guide_has_the_schedule_of_every_preset() -> None:
-    guide = (Path(outbox.__file__).parent / "docs" / "retries.md").read_text()
-    _, _, rest = guide.partition("<!-- schedules -->\n")
-    told, _, _ = rest.partition("<!-- end of schedules -->")
-    assert told.strip() == markdown().strip(), (
-        "a preset changed: put the output of `outbox endpoint policies --markdown` between the "
-        "marks in outbox/docs/retries.md"
-    )
+CRONS = [
+    Cron("*/20 * * * *", "Europe/Berlin"),
+    Cron("30 2 * * *", "Europe/Berlin"),
+    Cron("*/30 1-3 * * *", "Australia/Lord_Howe"),
+    Cron("0 0 29 2 *", "UTC"),
+    HOURLY,
+]
+# Days on which clocks are set, and a leap day.
+STARTS = [
+    datetime(2027, 3, 27, 20, tzinfo=UTC),
+    datetime(2027, 10, 30, 20, tzinfo=UTC),
+    datetime(2026, 10, 3, 10, tzinfo=UTC),
+    datetime(2028, 2, 28, 20, tzinfo=UTC),
+]
+
+
+@given(
+    st.sampled_from(CRONS),
+    st.sampled_from(STARTS),
+    st.lists(st.integers(1, 30 * 3600), min_size=1, max_size=20),
+    st.sampled_from(["all", "once", "skip"]),
+    st.integers(1, 5),
+)
+def test_looks_at_any_time_decide_on_each_tick_once(
+    cron: Cron, start: datetime, steps_s: list[int], misfire: Any, ticks_max: int
+) -> None:
+    """Under `all` the ticks are those of a single look; otherwise some are left out."""
+    now, next_at = start, cron.next(start)
+    published: list[datetime] = []
+    missed: list[tuple[datetime, datetime]] = []
+    for step_s in steps_s:
+        now += timedelta(seconds=step_s)
+        while next_at <= now:
+            found = due(cron, next_at, now, misfire=misfire, grace_s=600, ticks_max=ticks_max)
+            assert found.next_at > next_at
+            next_at = found.next_at
+            published += found.ticks
+            if found.missed is not None:
+                missed.append(found.missed)
+    every = list(cron.between(start, now))
+    left_out = [at for at in every if any(first <= at < before for first, before in missed)]
+    assert sorted(published + left_out) == every
+    assert published == sorted(published)
+    if misfire == "all":
+        assert published == every
+    if misfire == "once" and every:
+        assert every[-1] in published
+
+
+def test_looks_at_a_run_become_rarer() -> None:
+    assert wait_s(0) == wait_s(1) == LOOK_MIN_S
+    assert wait_s(100) == 10
+    assert wait_s(86400) == LOOK_MAX_S
+
+
+SETTINGS = {"name": "nightly", "cron": "@daily", "type": "a.b"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"name": ""}, "name: '' is not 1 to 100 letters"),
+        ({"name": "a b"}, "name: 'a b' is not"),
+        ({"name": "é"}, "name: 'é' is not"),
+        ({"name": "x" * 101}, "is not 1 to 100 letters"),
+        ({"cron": "@often"}, 'cron: "@often" is no nickname'),
+        ({"timezone": "Nowhere"}, 'timezone: there is no "Nowhere"'),
+        ({"type": "outbox.x"}, 'type: "outbox." is reserved'),
+        ({"key": ""}, "key: 0 bytes"),
+        ({"tenant": "x" * 256}, "tenant: 256 bytes"),
+        ({"payload": b"{"}, "payload: not JSON"),
+        ({"headers": {"x-schedule-TIME": "1"}}, "tells of the schedule itself"),
+        ({"headers": {"X-Sequence": "1"}}, "is set by the relay"),
+        ({"headers": {"X": "x" * HEADERS_BYTES_MAX}}, "bytes as JSON, the limit is 7680"),
+        ({"misfire": "never"}, "misfire: must be one of skip, once, all"),
+        ({"overlap": "never"}, "overlap: must be one of allow, wait"),
+        ({"grace_s": -1}, "grace: -1 s is not between"),
+    ],
+)
+def test_what_is_wrong_with_a_schedule_is_said(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        ScheduleSettings(**SETTINGS | wrong)
+    assert says in str(caught.value)

@@ -19,10 +19,10 @@ import pytest
 import trustme
 from aiohttp import web
 
-from outbox.core.keys import format_key
+from outbox.core.model.encryption_keys import format_key
 from outbox.web.address import Address
 from outbox.web.serving import serving
-from tests.page.visitor import visiting
+from tests.page.browser import visiting
 from tests.support.collector import collecting
 from tests.support.process import outbox, relay_process
 from tests.support.relay import fetchval, publish

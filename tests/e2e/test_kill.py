@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import outbox
-from outbox.core.signature import parse_secret
-from outbox.receiver.development import DevelopmentReceiver, Handled, Outcome
+from outbox.core.delivery.signature import parse_secret
+from outbox.devtools.development_receiver import DevelopmentReceiver, Handled, Outcome
 from tests.support.pgbouncer import find_the_schema, pgbouncer
 from tests.support.process import outbox as command
 from tests.support.process import relay_process

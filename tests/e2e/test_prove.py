@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.receiver.development import DevelopmentReceiver
+from outbox.devtools.development_receiver import DevelopmentReceiver
 from tests.support.process import Ended, command_line, environment
 from tests.support.processes import family, running
 from tests.support.waiting import until

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import pytest
 
-from outbox.embedded.launch import command
+from outbox.devtools.embedded.launch import command
 from tests.support.process import environment, outbox
 from tests.support.tcp import free_port
 from tests.support.waiting import until

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.ownership import preferred
+from outbox.core.cluster.lease import preferred
 from tests.support.process import outbox as command
 from tests.support.process import relay_process
 from tests.support.relay import add_endpoint, all_ended, exceptions, publish

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import outbox
-from outbox.core.signature import parse_secret
-from outbox.receiver.development import DevelopmentReceiver, Handled, Outcome
-from outbox.store.migrate import migrations
+from outbox.core.delivery.signature import parse_secret
+from outbox.devtools.development_receiver import DevelopmentReceiver, Handled, Outcome
+from outbox.store.connection.migrate import migrations
 from tests.support.load import COMMITTED, INSERT
 from tests.support.process import RelayProcess, relay_process
 from tests.support.process import outbox as command

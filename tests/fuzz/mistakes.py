@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def greedy_star() -> None:
     """A star in a pattern stands for any number of segments."""
-    from outbox.core import pattern
+    from outbox.core.model import pattern
 
     parse, module = pattern.parse, cast("Any", pattern)
 
@@ -27,7 +27,7 @@ def greedy_star() -> None:
 
 def early() -> None:
     """What a receiver said before it was asked is taken for an answer."""
-    from outbox.transport.wire.connection import Connection
+    from outbox.destinations.http.http1.connection import Connection
 
     def believing(self: Any, data: bytes) -> None:
         self._early = (self._early or b"") + data
@@ -37,7 +37,7 @@ def early() -> None:
 
 def early_by_aiohttp() -> None:
     """The same on aiohttp's connections."""
-    from outbox.transport.aiohttp.protocol import Protocol
+    from outbox.destinations.http.aiohttp.protocol import Protocol
 
     protocol: Any = Protocol
     received = protocol.data_received
@@ -52,14 +52,14 @@ def early_by_aiohttp() -> None:
 
 def many_headers() -> None:
     """All headers of an answer are kept, however many."""
-    from outbox.transport import answers
+    from outbox.destinations.http import responses
 
-    cast("Any", answers).HEADER_BYTES_MAX = 1 << 30
+    cast("Any", responses).HEADER_BYTES_MAX = 1 << 30
 
 
 def unsigned_time() -> None:
     """The time stamp is no part of what is signed."""
-    from outbox.core import signature
+    from outbox.core.delivery import signature
 
     of_all = signature._hmac
 
@@ -79,26 +79,27 @@ def _sign_again() -> None:
 
 def hidden_bang() -> None:
     """A filter inside the filter goes through."""
-    from outbox.core import filter as filters
+    from outbox.core.model import filter as filters
 
     del filters._REFUSED["?"]
 
 
 def loose_header() -> None:
     """Headers may have ends of lines in them."""
-    from outbox.core import headers, request
+    from outbox.core.delivery import message
+    from outbox.core.model import headers
 
     cast("Any", headers)._VALUE = re.compile(r"[\x20-\x7e\t\r\n]*")
 
     def lines_of(given: Any) -> str:
         return "".join([f"{name}: {value}\r\n" for name, value in given])
 
-    cast("Any", request).lines_of = lines_of
+    cast("Any", message).lines_of = lines_of
 
 
 def told_password() -> None:
     """A password with a slash in it is shown as the name of a database."""
-    from outbox.store import conninfo
+    from outbox.store.connection import conninfo
 
     wrong = conninfo.wrong
 
@@ -116,14 +117,14 @@ def _last_text(depth: int) -> str:
 
 def long_number() -> None:
     """A number in a path is read whatever its length."""
-    from outbox.admin import tenancy
+    from outbox.api import tenancy
 
     cast("Any", tenancy).number = lambda text: int(text) if text.isdigit() else 1
 
 
 def any_address() -> None:
     """Addresses in URLs are not looked at."""
-    from outbox.transport.egress import EgressPolicy
+    from outbox.destinations.http.egress import EgressPolicy
 
     cast("Any", EgressPolicy)._check_target = lambda *_, **__: None
 

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core import pacing
-from outbox.core.identity import delivery_id
+from outbox.core.model.ids import delivery_id
+from outbox.core.sequencing import replay_throttle
 from outbox.errors import NotFound, UsageError
-from outbox.relay.cursor import Turn
-from outbox.store import (
+from outbox.operations import (
     backfill,
-    dead,
+    dead_letters,
     endpoint_removal,
     endpoint_states,
-    jobs,
-    lookup,
+    find_event,
+    replay_jobs,
     replays,
     trace,
 )
-from outbox.store.backfill import Backfill
-from outbox.store.selection import Selection
+from outbox.operations.backfill import Backfill
+from outbox.operations.dead_letter_filter import Selection
+from outbox.relay.sequencing.cursor import Turn
 from tests.support import ranges
 from tests.support.relay import (
     OK,
@@ -103,14 +103,14 @@ async def test_what_was_published_before_it_came_and_what_it_had_already(
     for sent in network.accepted:
         assert "replay_of" not in sent.body
     for job_id in (job, again):
-        done = await jobs.get(db, "relay", job_id)
+        done = await replay_jobs.get(db, "relay", job_id)
         assert (done.state, done.stopped, done.share) == ("done", {}, 1.0)
     story = await trace.read(db, "relay", 1)
     assert [(d.endpoint, d.backfill) for d in story.deliveries] == [
         ("old", None), ("old", again), ("shop", job),
     ]  # fmt: skip
     for told in story.deliveries:
-        found = await lookup.find(db, "relay", str(told.delivery_id))
+        found = await find_event.find(db, "relay", str(told.delivery_id))
         assert (found.by, found.outbox_ids) == ("X-Delivery", (1,))
     assert await exceptions(database) == {}
 
@@ -139,7 +139,7 @@ async def test_some_of_it(database: Database, db: Connection[Any]) -> None:
         await ranges.sequence_all(database)
         assert await db.fetchval(BACKFILLED, job) == expected, options
         assert planned == len(expected or ())
-        assert (await jobs.get(db, "relay", job)).state == "done"
+        assert (await replay_jobs.get(db, "relay", job)).state == "done"
     assert await exceptions(database) == {}
 
 
@@ -176,7 +176,7 @@ async def test_who_follows_another_leader_goes_on_where_it_was(
     for n in range(20):
         await ranges.turn((first, second)[n // 2 % 2])
     assert sorted(await db.fetchval(BACKFILLED, job)) == list(range(1, 21))
-    assert (await jobs.get(db, "relay", job)).state == "done"
+    assert (await replay_jobs.get(db, "relay", job)).state == "done"
     assert await exceptions(database) == {}
 
 
@@ -190,17 +190,17 @@ async def test_an_abort_takes_nothing_more(
     job = await ask(db)
     for _ in range(3):
         await ranges.turn(worker)
-    aborted = await jobs.abort(db, "relay", job, actor="bob@desk")
+    aborted = await replay_jobs.abort(db, "relay", job, actor="bob@desk")
     assert 0 < aborted.taken < 20
     for _ in range(5):
         await ranges.turn(worker)
     assert len(await db.fetchval(BACKFILLED, job)) == aborted.taken
-    shown = await jobs.get(db, "relay", job)
+    shown = await replay_jobs.get(db, "relay", job)
     assert (shown.state, shown.open) == ("aborted", 0)
     with pytest.raises(UsageError, match=f"job {job} was aborted already; see: outbox replay show"):
-        await jobs.abort(db, "relay", job, actor="test")
+        await replay_jobs.abort(db, "relay", job, actor="test")
     with pytest.raises(NotFound, match="there is no replay job 99; see: outbox replay list"):
-        await jobs.abort(db, "relay", 99, actor="test")
+        await replay_jobs.abort(db, "relay", 99, actor="test")
     actors = await db.fetch(
         "SELECT kind, actor FROM journal WHERE kind LIKE '%fill%' OR kind LIKE 'replay%'"
     )
@@ -222,8 +222,8 @@ async def test_an_aborted_replay_leaves_dead_letters_as_they_were(
     worker = await ranges.sequencer(database)
     assert [await worker.turn() for _ in range(2)] == [Turn.IDLE, Turn.MOVED]
     assert outcome.job is not None
-    assert (await jobs.abort(db, "relay", outcome.job, actor="test")).taken == 4
-    (row,) = await dead.page(db, "relay")
+    assert (await replay_jobs.abort(db, "relay", outcome.job, actor="test")).taken == 4
+    (row,) = await dead_letters.page(db, "relay")
     assert (row.state, row.sequence, row.to_sequence) == ("dead", 1, 10)
     await ranges.sequence_all(database)
     assert await db.fetchval("SELECT count(*) FROM delivery WHERE replay_id IS NOT NULL") == 4
@@ -250,7 +250,7 @@ async def test_it_ends_when_the_endpoint_gets_nothing_more(
         await endpoint_removal.drain(db, "relay", "shop", actor="test")
     for _ in range(4):
         await ranges.turn(worker)
-    shown = await jobs.get(db, "relay", job)
+    shown = await replay_jobs.get(db, "relay", job)
     assert (shown.state, shown.stopped) == ("done", {state: 1})
     assert 0 < shown.taken < 20
     with pytest.raises((UsageError, NotFound)):
@@ -323,7 +323,7 @@ async def test_no_more_than_a_helping_is_in_the_lanes(
         for n in range(10):
             await publish(database, f"live {n}")
             await until(lambda: db.fetchval(PASSED))
-        assert 0 < await db.fetchval(taken, job) <= pacing.PER_LANE_MAX
+        assert 0 < await db.fetchval(taken, job) <= replay_throttle.PER_LANE_MAX
         await endpoint_states.resume(db, "relay", ["shop"], actor="test")
         await all_ended(database, timeout_s=60)
     assert backfilled(network.accepted) == list(range(200))

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.answer import Answer
-from outbox.core.signature import parse_secret
-from outbox.receiver.development import DevelopmentReceiver, Fault
-from outbox.store import endpoint_changes, erase
-from outbox.store.erase import Whose
+from outbox.core.delivery.signature import parse_secret
+from outbox.core.model.response import Answer
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.router import Outbound
+from outbox.devtools.development_receiver import DevelopmentReceiver, Fault
+from outbox.operations import endpoint_changes, erase
+from outbox.operations.erase import Whose
 from outbox.telemetry import catalogue
-from outbox.transport.egress import EgressPolicy
-from outbox.transport.outbound import Outbound
 from tests.support.relay import (
     BUSY,
     OK,

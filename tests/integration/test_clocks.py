@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.ownership import Lease
-from outbox.relay.clock import steady
-from outbox.relay.ownership import keep_lease
+from outbox.core.cluster.lease import Lease
+from outbox.relay.cluster.lease_clock import steady
+from outbox.relay.cluster.ownership import keep_lease
 from outbox.store.records import Fenced
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import (
@@ -30,7 +30,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from outbox.core.answer import Answer
+    from outbox.core.model.response import Answer
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -212,7 +212,7 @@ async def test_a_retry_that_is_due_by_a_clock_that_went_on_does_not_wait_for_its
 async def test_a_probe_is_not_put_off_by_a_clock_that_goes_back(
     database: Database, database_says: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 1.0)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 1.0)
     await add_endpoint(database, lanes=8, retry=LONG_RETRY)
     back = False
     network = Network(lambda _: OK if back else BUSY)

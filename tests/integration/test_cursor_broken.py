@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.errors import CursorBroken
-from outbox.relay import sequencer as sequencer_module
-from outbox.relay.cursor import Turn
+from outbox.relay.sequencing import sequencer as sequencer_module
+from outbox.relay.sequencing.cursor import Turn
 from tests.support.judge import SPOTLESS, judge
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper

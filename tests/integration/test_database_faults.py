@@ -24,7 +24,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping, MutableMapping
 
-    from outbox.core.answer import Answer
+    from outbox.core.model.response import Answer
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -38,7 +38,7 @@ LOST = "the session was lost"
 @pytest.fixture(autouse=True)
 def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Care and upkeep have something to do all the time."""
-    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
 
 
@@ -123,7 +123,7 @@ async def test_losing_the_connection_that_listens_disturbs_nobody(
 async def test_nobody_who_listens_means_a_tick_at_most(
     database: Database, monkeypatch: pytest.MonkeyPatch, logs: Logs
 ) -> None:
-    monkeypatch.setattr("outbox.relay.listener.RECONNECT_MIN_S", 3600.0)
+    monkeypatch.setattr("outbox.relay.cluster.listener.RECONNECT_MIN_S", 3600.0)
     await add_endpoint(database)
     network = Network()
     async with running(database, network, poll_s=0.5):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.answer import Answer
+from outbox.core.model.response import Answer
 from outbox.store.records import RANGE_GROWS_S
 from tests.support.relay import (
     BUSY,
@@ -43,9 +43,9 @@ PATIENT = {"base_s": 60.0, "cap_s": 60.0, "jitter": "none", "attempts_max": 3}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outbox.core.health.PROBE_MIN_S", 0.02)
-    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 0.1)
-    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
 
 
 async def set_endpoint(database: Database, **columns: Any) -> None:
@@ -125,7 +125,7 @@ async def test_retry_after_silences_every_lane_of_the_endpoint(database: Databas
 async def test_the_next_owner_knows_of_a_rest_that_was_asked_for_once_more(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 3600)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 3600)
     await add_endpoint(database, retry=PATIENT)
     rests = iter([1, 3600, 3600])
     network = Network(lambda _: Answer.of(429, 0.001, headers=(("Retry-After", str(next(rests))),)))
@@ -218,7 +218,7 @@ async def test_an_endpoint_without_a_success_is_disabled_after_its_time(
 async def test_refusals_that_drain_a_lane_do_not_disable_its_endpoint(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.health.REFUSALS_MAX", 10_000)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.REFUSALS_MAX", 10_000)
     await add_endpoint(database)
     await set_endpoint(database, disable_after_s=0.3)
     network = Network(lambda _: REFUSED)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.answer import Answer
-from outbox.core.signature import SignatureMismatch, parse_secret, verify
+from outbox.core.delivery.signature import SignatureMismatch, parse_secret, verify
+from outbox.core.model.response import Answer
 from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
 from tests.support.waiting import until
 

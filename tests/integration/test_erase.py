@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.answer import Answer
-from outbox.core.periods import Keep
+from outbox.core.model.response import Answer
+from outbox.core.sequencing.partition_window import Keep
 from outbox.errors import UsageError
-from outbox.store import backfill, erase, replays, trace
-from outbox.store.backfill import Backfill
-from outbox.store.erase import Whose
+from outbox.operations import backfill, erase, replays, trace
+from outbox.operations.backfill import Backfill
+from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.erase import Whose
 from outbox.store.retention import RetentionStore
-from outbox.store.selection import Selection
 from tests.support.relay import (
     BUSY,
     OK,

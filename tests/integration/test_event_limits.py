@@ -11,11 +11,11 @@ import orjson
 import pytest
 
 import outbox
-from outbox.core.ticks import HEADERS_BYTES_MAX as SCHEDULE_HEADERS_BYTES_MAX
-from outbox.core.ticks import ScheduleSettings
+from outbox.core.schedules.schedule import HEADERS_BYTES_MAX as SCHEDULE_HEADERS_BYTES_MAX
+from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError, UsageError
-from outbox.producer import Event
-from outbox.store import schedule_changes
+from outbox.operations import schedule_changes
+from outbox.producers.publish import Event
 from tests.support.api import make_token, serving
 from tests.support.process import outbox as command
 

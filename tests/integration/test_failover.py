@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.core.order import OrderBook
-from outbox.store import endpoint_changes
+from outbox.operations import endpoint_changes
+from outbox.receiver.lane_order import OrderBook
 from tests.support.failover import pair
 from tests.support.relay import (
     OK,
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     import random
 
-    from outbox.core.answer import Answer
+    from outbox.core.model.response import Answer
     from tests.support.failover import Pair
     from tests.support.relay import Sent
 

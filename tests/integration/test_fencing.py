@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.steps import AttemptRow, DeadRange, Progress, Record
-from outbox.store.endpoint_changes import LOCK_EPOCH
+from outbox.core.delivery.commands import AttemptRow, DeadRange, Progress, Record
+from outbox.operations.endpoint_changes import LOCK_EPOCH
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore, application_name
 from tests.support.relay import Network, add_endpoint, fetchval, register, running

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.store import endpoint_changes
+from outbox.operations import endpoint_changes
 from outbox.store.filters import READ_MET, FilterStore, NotSaid
 from tests.support.relay import (
     Network,

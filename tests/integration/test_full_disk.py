@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.store.connect import TROUBLE
+from outbox.store.connection.connect import TROUBLE
 from tests.support.load import under_load
 from tests.support.postgres import Server
 from tests.support.relay import publish

@@ -12,9 +12,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from outbox.errors import DatabaseUnavailable
-from outbox.relay.watchdog import LOOK_MAX_S, Watchdog
+from outbox.relay.cluster.watchdog import LOOK_MAX_S, Watchdog
 from outbox.store import partitions, replicas
-from outbox.store.backends import Worker
+from outbox.store.connection.worker import Worker
 from tests.support.load import under_load
 from tests.support.relay import (
     Network,
@@ -54,10 +54,10 @@ OPENED = (
 @pytest.fixture(autouse=True)
 def _busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Care and upkeep have something to do all the time."""
-    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
-    monkeypatch.setattr("outbox.relay.listener.HEARTBEAT_MIN_S", 0.3)
-    monkeypatch.setattr("outbox.relay.listener.HEARTBEAT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("outbox.relay.cluster.listener.HEARTBEAT_MIN_S", 0.3)
+    monkeypatch.setattr("outbox.relay.cluster.listener.HEARTBEAT_TIMEOUT_S", 0.3)
 
 
 def sockets(database: Database) -> Path:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.answer import Answer
-from outbox.store import endpoint_changes, endpoint_states
+from outbox.core.model.response import Answer
+from outbox.operations import endpoint_changes, endpoint_states
 from tests.support.relay import (
     BUSY,
     OK,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.relay.queueing import CALLED_OFF
-from outbox.store import endpoint_changes
+from outbox.operations import endpoint_changes
+from outbox.relay.delivery.admission import CALLED_OFF
 from tests.support.relay import (
     OK,
     Network,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.answer import Answer
+from outbox.core.model.response import Answer
 from tests.support.relay import (
     BUSY,
     OK,
@@ -48,9 +48,9 @@ LAGGING = "outbox.relay.lagging"
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outbox.core.health.PROBE_MIN_S", 0.02)
-    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 0.1)
-    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
 
 
 async def told(database: Database, kind: str | None = None) -> list[dict[str, Any]]:
@@ -441,8 +441,8 @@ async def test_a_day_without_a_success_is_told_once_and_three_are_the_end(
 async def test_a_backlog_that_lasts_is_told_once_and_remembered_by_the_next_leader(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.operational.LAGGING_S", 0.3)
-    monkeypatch.setattr("outbox.core.operational.LAG_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("outbox.core.delivery.operational_events.LAGGING_S", 0.3)
+    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr("outbox.store.cursor.LAGGING_S", 0.3)
     await add_endpoint(database, "ops", types=["outbox.**"])
     await publish_many(database, 10_000)
@@ -474,7 +474,7 @@ async def test_a_backlog_that_lasts_is_told_once_and_remembered_by_the_next_lead
 async def test_a_long_transaction_is_no_lag(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.operational.LAG_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_LOOK_EVERY_S", 0.0)
     await add_endpoint(database, "ops", types=["outbox.**"])
     async with running(database, Network(), batch_events_max=3):
         async with database.connection() as long, long.transaction():
@@ -492,8 +492,8 @@ async def test_a_long_transaction_is_no_lag(
 async def test_lag_without_anybody_who_wants_to_know_is_told_when_somebody_does(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.operational.LAGGING_S", 0.1)
-    monkeypatch.setattr("outbox.core.operational.LAG_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("outbox.core.delivery.operational_events.LAGGING_S", 0.1)
+    monkeypatch.setattr("outbox.core.delivery.operational_events.LAG_LOOK_EVERY_S", 0.0)
     monkeypatch.setattr("outbox.store.cursor.LAGGING_S", 0.1)
     await publish_many(database, 10_000)
     async with killed_at_the_end(database, Network(), batch_events_max=3):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from outbox.core.answer import Answer
-from outbox.store import endpoint_states
+from outbox.core.model.response import Answer
+from outbox.operations import endpoint_states
 from tests.support.relay import (
     OK,
     REFUSED,

@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.answer import Answer
-from outbox.core.health import Health
-from outbox.relay.care import Caretaker
-from outbox.relay.dispatcher import Dispatcher
-from outbox.store import endpoint_changes, endpoint_states
+from outbox.core.delivery.circuit_breaker import Health
+from outbox.core.model.response import Answer
+from outbox.operations import endpoint_changes, endpoint_states
+from outbox.relay.delivery.dispatcher import Dispatcher
+from outbox.relay.delivery.endpoint_supervisor import Caretaker
 from outbox.store.lanes import LaneStore
 from tests.support.relay import (
     BUSY,
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from outbox.core.health import HealthRecord
-    from outbox.core.steps import Send
-    from outbox.relay.owned import OwnedLane
-    from outbox.store.destinations import Endpoint
+    from outbox.core.delivery.circuit_breaker import HealthRecord
+    from outbox.core.delivery.commands import Send
+    from outbox.relay.delivery.owned_endpoints import OwnedLane
+    from outbox.store.endpoints import Endpoint
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 
@@ -157,7 +157,7 @@ async def test_who_waits_for_a_slot_obeys_a_retry_after_that_came_meanwhile(
 async def test_receivers_do_not_run_far_ahead_of_a_log_that_cannot_be_written(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.recorder.PENDING_MAX", 3)
+    monkeypatch.setattr("outbox.relay.delivery.recorder.PENDING_MAX", 3)
     await add_endpoint(database, types=["a.b"])
     network = Network()
     async with running(database, network, lease_s=30.0, ack_group_ms=0.0):

@@ -49,7 +49,7 @@ FAULTS = {
 async def test_whatever_happens_to_the_proxy_nothing_is_lost(
     database: Database, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.care.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.LOOK_EVERY_S", 0.1)
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.1)
     await find_the_schema(database)
     load, sickly = await loaded(database)
@@ -115,7 +115,7 @@ async def test_periods_come_and_go_although_nobody_can_hold_a_lock(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outbox.relay.maintenance.EVERY_S", 0.05)
-    monkeypatch.setattr("outbox.core.periods.LENGTH_MIN_S", 0.0)
+    monkeypatch.setattr("outbox.core.sequencing.partition_window.LENGTH_MIN_S", 0.0)
     await find_the_schema(database)
     await add_endpoint(database)
     gone = "SELECT to_regclass('outbox_' || $1::int) IS NULL AND to_regclass('batch_0') IS NULL"

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core import pacing
-from outbox.core.identity import delivery_id
-from outbox.relay.cursor import Turn
-from outbox.store import dead, endpoint_removal, jobs, replays
-from outbox.store.selection import Selection
+from outbox.core.model.ids import delivery_id
+from outbox.core.sequencing import replay_throttle
+from outbox.operations import dead_letters, endpoint_removal, replay_jobs, replays
+from outbox.operations.dead_letter_filter import Selection
+from outbox.relay.sequencing.cursor import Turn
 from tests.support import ranges
 from tests.support.relay import (
     BUSY,
@@ -99,10 +99,10 @@ async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
     database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Quicker than it is good for anybody but a test, in helpings of twenty.
-    monkeypatch.setattr(pacing, "LIVE_MS", 1e9)
-    monkeypatch.setattr(pacing, "ENDPOINT_MAX", 20)
-    monkeypatch.setattr(pacing, "LOOK_FIRST_S", 0.001)
-    monkeypatch.setattr(pacing, "TURN_S", 0.001)
+    monkeypatch.setattr(replay_throttle, "LIVE_MS", 1e9)
+    monkeypatch.setattr(replay_throttle, "ENDPOINT_MAX", 20)
+    monkeypatch.setattr(replay_throttle, "LOOK_FIRST_S", 0.001)
+    monkeypatch.setattr(replay_throttle, "TURN_S", 0.001)
     endpoint_id, letters = await a_range(database, db, NUMBERS, lanes=3)
     assert len(letters) == 3
     # Its keys have other lanes today.
@@ -117,7 +117,9 @@ async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
         await replays.replay(db, "relay", ALL, actor="test")
         await publish(database, "one", key="k1")
         await until(lambda: in_the_middle(NUMBERS // 10))
-    assert {row.state for row in await dead.page(db, "relay", states=dead.STATES)} == {"replaying"}
+    assert {
+        row.state for row in await dead_letters.page(db, "relay", states=dead_letters.STATES)
+    } == {"replaying"}
     async with running(database, other):
         async with killed_at_the_end(database, network):
             await publish(database, "two", key="k1")
@@ -144,7 +146,7 @@ async def test_each_number_of_a_range_is_sent_once_more_though_relays_die(
     # Live events are among them, not behind them.
     (live,) = ([of for _, of in got] for got in lanes.values() if any(not of for _, of in got))
     assert live.index(None) < len(live) // 2
-    rows = await dead.page(db, "relay", states=dead.STATES)
+    rows = await dead_letters.page(db, "relay", states=dead_letters.STATES)
     assert {(row.state, row.again) for row in rows} == {("replayed", None)}
     assert await exceptions(database) == {}
 
@@ -198,9 +200,9 @@ async def test_what_becomes_of_a_range_that_is_sent_again(
     await replays.replay(db, "relay", ALL, actor="test")
 
     async def states() -> list[tuple[str, int | None]]:
-        rows = await dead.page(db, "relay", states=dead.STATES)
+        rows = await dead_letters.page(db, "relay", states=dead_letters.STATES)
         for row in rows:
-            for shown in (await dead.get(db, "relay", row.id)).replays:
+            for shown in (await dead_letters.get(db, "relay", row.id)).replays:
                 assert (shown.state, shown.again) == (row.state, row.again)
         return [(row.state, row.again) for row in rows]
 
@@ -237,9 +239,9 @@ async def test_a_range_is_owed_as_long_as_one_of_its_lanes_owes_it(
                FROM lane_counter c JOIN lane l ON l.id = c.lane_id AND l.slot = $1
               WHERE c.lane_id = p.lane_id"""
     for slot in (1, 2, 0):
-        assert (await dead.get(db, "relay", letter)).row.state == "replaying"
+        assert (await dead_letters.get(db, "relay", letter)).row.state == "replaying"
         await db.execute(sql, slot)
-    assert (await dead.get(db, "relay", letter)).row.state == "replayed"
+    assert (await dead_letters.get(db, "relay", letter)).row.state == "replayed"
 
 
 async def test_a_range_given_up_again_before_it_was_sent_is_dead_again(
@@ -250,7 +252,7 @@ async def test_a_range_given_up_again_before_it_was_sent_is_dead_again(
     await publish(database, "live")
     await ranges.sequence_all(database)
     (again,) = await ranges.give_up(db)
-    (first, second) = await dead.page(db, "relay", states=dead.STATES)
+    (first, second) = await dead_letters.page(db, "relay", states=dead_letters.STATES)
     assert (first.id, first.state, first.again) == (letter, "dead_again", again)
     assert (second.state, second.sequence, second.to_sequence) == ("dead", 6, 11)
     # And once more: each names the number it has now.
@@ -278,7 +280,7 @@ async def test_an_event_of_a_range_that_is_gone_is_given_up_as_erased(
     ]
     sql = "SELECT (seq, reason, outbox_id)::text FROM dead_letter WHERE outbox_id IS NOT NULL"
     assert await fetchval(database, sql) == "(5,erased,2)"
-    (row, _) = await dead.page(db, "relay", states=dead.STATES)
+    (row, _) = await dead_letters.page(db, "relay", states=dead_letters.STATES)
     assert (row.state, row.again) == ("dead_again", 2)
 
 
@@ -312,7 +314,7 @@ async def test_a_paused_endpoints_replays_are_numbered_a_disabled_ones_end(
     assert await db.fetchval(sql) == (4 if goes_on else 1)
     assert await ids_of_dead(db) == ([] if goes_on else [letter])
     assert outcome.job is not None
-    job = await jobs.get(db, "relay", outcome.job)
+    job = await replay_jobs.get(db, "relay", outcome.job)
     assert (job.state, job.stopped) == ("done", {} if goes_on else {"disabled": 1})
     if not goes_on:
         await db.execute("UPDATE endpoint SET state = 'active'; UPDATE cursor SET version = 9")
@@ -322,7 +324,7 @@ async def test_a_paused_endpoints_replays_are_numbered_a_disabled_ones_end(
 
 
 async def ids_of_dead(db: Connection[Any]) -> list[int]:
-    return [row.id for row in await dead.page(db, "relay")]
+    return [row.id for row in await dead_letters.page(db, "relay")]
 
 
 async def test_a_removal_stops_a_range_where_it_is(
@@ -338,7 +340,7 @@ async def test_a_removal_stops_a_range_where_it_is(
         await until(lambda: db.fetchval("SELECT state = 'removed' FROM endpoint"))
     assert network.sent == []
     assert await db.fetchval("SELECT (next_seq, to_seq)::text FROM replay") == "(5,4)"
-    shown = await dead.page(db, "relay", states=dead.STATES)
+    shown = await dead_letters.page(db, "relay", states=dead_letters.STATES)
     assert [(r.state, r.sequence, r.to_sequence) for r in shown] == [
         ("dead", 1, 10),
         ("dead", 11, 14),

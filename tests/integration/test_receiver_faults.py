@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import orjson
 import pytest
 
-from outbox.transport.egress import EgressPolicy
-from outbox.transport.outbound import Outbound
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.router import Outbound
+from tests.destinations.servers import OK, Connection, RawServer, serving
 from tests.support.relay import add_endpoint, all_ended, exceptions, fetchval, publish, running
 from tests.support.tcp import free_port
 from tests.support.waiting import until
-from tests.transport.servers import OK, Connection, RawServer, serving
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -178,8 +178,8 @@ async def _logged(database: Database, name: str) -> bool:
 async def test_receivers_that_misbehave_hold_up_nobody_and_leave_nothing(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.health.PROBE_MIN_S", 0.02)
-    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 0.1)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
     bad = {name: Receiver(script) for name, script in (MISBEHAVIOUR | SUCCESSFUL).items()}
     good = {f"good {n}": Receiver(None) for n in range(3)}
     late = Receiver(None)
@@ -231,8 +231,8 @@ async def test_receivers_that_misbehave_hold_up_nobody_and_leave_nothing(
 async def test_the_places_of_requests_that_went_wrong_can_be_taken_again(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.core.health.PROBE_MIN_S", 0.02)
-    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 0.1)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MIN_S", 0.02)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
     at_once = 0
     full = asyncio.Event()
 

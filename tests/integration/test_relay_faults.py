@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.endpoint import EndpointSettings
-from outbox.core.lane import Lane
-from outbox.core.steps import AttemptRow, Progress, Record
-from outbox.core.turns import Turns
-from outbox.relay.dispatcher import Dispatcher
-from outbox.relay.recorder import Recorder
-from outbox.store import endpoint_changes, endpoint_removal, replays
-from outbox.store.changes import change
+from outbox.core.admission.request_scheduler import Turns
+from outbox.core.delivery.commands import AttemptRow, Progress, Record
+from outbox.core.delivery.lane import Lane
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.operations import endpoint_changes, endpoint_removal, replays
+from outbox.operations.dead_letter_filter import Selection
+from outbox.relay.delivery.dispatcher import Dispatcher
+from outbox.relay.delivery.recorder import Recorder
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
-from outbox.store.selection import Selection
+from outbox.store.routing_change import change
 from tests.support.relay import (
     BUSY,
     OK,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from uuid import UUID
 
-    from outbox.core.answer import Answer
+    from outbox.core.model.response import Answer
     from tests.support.postgres import Database
 
 pytestmark = pytest.mark.one_major
@@ -412,7 +412,7 @@ async def _never_idle(database: Database) -> tuple[NeverIdle, asyncio.Task[None]
 async def test_what_a_dead_relay_did_not_write_down_its_successor_does(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 3600.0)
+    monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 3600.0)
     await add_endpoint(database)
     logged = "SELECT count(*) = 5 FROM attempt"
     async with killed_at_the_end(database, Network()):
@@ -420,7 +420,7 @@ async def test_what_a_dead_relay_did_not_write_down_its_successor_does(
         await until(lambda: fetchval(database, logged))
     progress = "SELECT acked_seq FROM lane_progress"
     assert await fetchval(database, progress) == 0
-    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 0.05)
+    monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 0.05)
     idle = Network()
     async with running(database, idle):
         await until(lambda: fetchval(database, f"SELECT ({progress}) = 5"), 10, "a checkpoint")

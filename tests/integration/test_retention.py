@@ -14,16 +14,24 @@ from typing import TYPE_CHECKING, Any, Literal
 import asyncpg
 import pytest
 
-from outbox.core.periods import WIDTH, Keep
+from outbox.core.sequencing.partition_window import WIDTH, Keep
 from outbox.errors import UsageError
-from outbox.relay import recorder
-from outbox.store import backfill, endpoint_states, jobs, replays, resending, retention, trace
-from outbox.store.backfill import Backfill
+from outbox.operations import (
+    backfill,
+    endpoint_states,
+    receiver_replays,
+    replay_jobs,
+    replays,
+    trace,
+)
+from outbox.operations.backfill import Backfill
+from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.fetch_tokens import Fetcher
+from outbox.relay.delivery import recorder
+from outbox.store import retention
 from outbox.store.cursor import CursorStore
-from outbox.store.fetch_tokens import Fetcher
 from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.retention import RetentionStore
-from outbox.store.selection import Selection
 from tests.support import doctor, ranges
 from tests.support.relay import (
     REFUSED,
@@ -42,7 +50,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.periods import Period
+    from outbox.core.sequencing.partition_window import Period
     from tests.support.postgres import Database
 
 SESSION = {"server_settings": {"search_path": "relay"}}
@@ -410,7 +418,7 @@ async def test_it_stays_while_its_receiver_is_sent_it_again(
         await publish(database, *range(6), key="k")
         await checkpointed(database)
     fetcher = Fetcher(made.id, "shop")
-    await resending.ask(keeper.db, "relay", fetcher, f"{made.id.hex[:12]}-1-0", 0)
+    await receiver_replays.ask(keeper.db, "relay", fetcher, f"{made.id.hex[:12]}-1-0", 0)
     with ranges.unpaced(2):
         worker = await ranges.sequencer(database)
         while await fetchval(database, "SELECT next_seq FROM replay") == 1:
@@ -706,7 +714,7 @@ async def test_what_a_job_will_come_to_is_not_deleted(database: Database, keeper
     job = (await replays.replay(keeper.db, "relay", Selection(everything=True), actor="test")).job
     assert job is not None
     assert await keeper.retention.clean() == 0
-    await jobs.abort(keeper.db, "relay", job, actor="test")
+    await replay_jobs.abort(keeper.db, "relay", job, actor="test")
     async with running(database, Network()):
         ended = "SELECT bool_and(ended_at IS NOT NULL) FROM replay_part"
         await until(lambda: fetchval(database, ended), 10, "the job's end")

@@ -10,11 +10,12 @@ from uuid import UUID
 
 import pytest
 
-from outbox.core.steps import Fetch
-from outbox.relay import care, ownership, reader
-from outbox.relay.bell import Bell
-from outbox.relay.care import Caretaker
-from outbox.store import endpoint_changes
+from outbox.core.delivery.commands import Fetch
+from outbox.operations import endpoint_changes
+from outbox.relay.cluster import ownership
+from outbox.relay.delivery import endpoint_supervisor, fetcher
+from outbox.relay.delivery.endpoint_supervisor import Caretaker
+from outbox.relay.wake_event import Bell
 from outbox.store.lanes import LaneStore
 from outbox.store.records import RecordStore
 from tests.support.relay import (
@@ -31,8 +32,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from outbox.core.steps import Progress
-    from outbox.store.destinations import Endpoint
+    from outbox.core.delivery.commands import Progress
+    from outbox.store.endpoints import Endpoint
     from outbox.store.lanes import LoadedLane
     from tests.support.postgres import Database
 
@@ -67,7 +68,7 @@ async def test_only_lanes_that_moved_are_written_down(
     used = await fetchval(database, "SELECT count(*) FROM lane_progress WHERE acked_seq > 0")
     assert used > MANY / 2
     checkpointed = Checkpointed(monkeypatch)
-    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 0.01)
+    monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 0.01)
     behind = """
         SELECT count(*) = 0 FROM lane_counter c JOIN lane_progress p USING (lane_id)
          WHERE c.last_seq > p.acked_seq"""
@@ -86,12 +87,12 @@ async def test_of_a_dead_relay_only_what_it_did_not_write_down_is_written(
         for n in range(4 * MANY):
             await publish(database, n, key=f"k{n}")
         await all_ended(database)
-    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 3600.0)
+    monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 3600.0)
     async with killed_at_the_end(database, Network()):
         await publish(database, "left behind", key="k1")
         await all_ended(database)
     checkpointed = Checkpointed(monkeypatch)
-    monkeypatch.setattr("outbox.relay.recorder.CHECKPOINT_EVERY_S", 0.01)
+    monkeypatch.setattr("outbox.relay.delivery.recorder.CHECKPOINT_EVERY_S", 0.01)
     async with running(database, Network()):
         await until(lambda: checkpointed.lanes)
     assert len(checkpointed.lanes) == 1
@@ -124,9 +125,9 @@ async def test_a_quiet_lane_is_read_at_once_however_many_of_a_flood_wait(
     tenant: str | None,
 ) -> None:
     store = Reads()
-    reading = reader.Reader(store, lambda _: None)  # type: ignore[arg-type]
+    reading = fetcher.Reader(store, lambda _: None)  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
-    flood = 10 * reader.ROWS_PER_READ // reader.ROWS_PER_LANE
+    flood = 10 * fetcher.ROWS_PER_READ // fetcher.ROWS_PER_LANE
     for n in range(flood):
         # A tenant's endpoints are together, and so are the lanes of one without.
         reading.want(lane(n, n % 100 if tenant else 1, tenant), Fetch(0, 0))
@@ -139,13 +140,13 @@ async def test_a_quiet_lane_is_read_at_once_however_many_of_a_flood_wait(
 
 async def test_lanes_that_owe_little_share_a_read() -> None:
     store = Reads()
-    reading = reader.Reader(store, lambda _: None)  # type: ignore[arg-type]
+    reading = fetcher.Reader(store, lambda _: None)  # type: ignore[arg-type]
     task = asyncio.create_task(reading.run())
-    for n in range(2 * reader.LANES_PER_READ):
+    for n in range(2 * fetcher.LANES_PER_READ):
         reading.want(lane(n, n, None, owed=1), Fetch(0, 0))
-    await until(lambda: sum(map(len, store.asked)) == 2 * reader.LANES_PER_READ)
+    await until(lambda: sum(map(len, store.asked)) == 2 * fetcher.LANES_PER_READ)
     assert len(store.asked) == 2
-    assert reader.LANES_PER_READ > reader.ROWS_PER_READ / reader.ROWS_PER_LANE
+    assert fetcher.LANES_PER_READ > fetcher.ROWS_PER_READ / fetcher.ROWS_PER_LANE
     task.cancel()
 
 
@@ -214,7 +215,7 @@ async def test_others_have_their_turns_while_everything_is_looked_after() -> Non
     endpoint = SimpleNamespace(ends=True)
     homes = [
         SimpleNamespace(endpoint=endpoint, stopped=False, lanes=dict.fromkeys(range(9)))
-        for _ in range(care.LANES_AT_ONCE)
+        for _ in range(endpoint_supervisor.LANES_AT_ONCE)
     ]
     caretaker = Caretaker(
         None,  # type: ignore[arg-type]

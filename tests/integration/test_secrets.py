@@ -11,16 +11,16 @@ import pytest
 import trustme
 from aiohttp import web
 
-from outbox.core.endpoint import EndpointSettings
-from outbox.core.keys import format_key
-from outbox.core.signature import parse_key, verify
-from outbox.store import endpoint_changes, endpoint_secrets, rekeying
-from outbox.store.endpoint_identity import set_identity
-from outbox.store.endpoint_removal import remove
-from outbox.store.vault import Vault
-from outbox.transport.egress import EgressPolicy
-from outbox.transport.outbound import Outbound
-from outbox.transport.tls import check_identity
+from outbox.core.delivery.signature import parse_key, verify
+from outbox.core.model.encryption_keys import format_key
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.tls import check_identity
+from outbox.operations import endpoint_changes, endpoint_secrets, rotate_key
+from outbox.operations.endpoint_certificate import set_identity
+from outbox.operations.endpoint_removal import remove
+from outbox.store.connection.secrets import Vault
 from tests.support.relay import (
     QUICK_RETRY,
     Network,
@@ -62,7 +62,7 @@ async def test_deliveries_go_on_while_everything_gets_another_key(database: Data
             await publish(database, number)
             await all_ended(database)
             async with database.at_hand() as connection:
-                await rekeying.rekey(
+                await rotate_key.rekey(
                     connection, "relay", vault(database, f"{NEW} {OLD}"), actor="test"
                 )
                 # Whoever looks at the settings again reads what is encrypted anew.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.answer import Answer
+from outbox.core.model.response import Answer
 from outbox.relay.relay import NOT_WORKING
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE
@@ -111,9 +111,9 @@ async def test_what_waited_for_a_relay_was_late(database: Database) -> None:
 async def test_what_is_owed_is_seen_with_its_age(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.care.SURVEY_EVERY_S", 0.05)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.SURVEY_EVERY_S", 0.05)
     # After hours of failures the next probe would be due within a minute.
-    monkeypatch.setattr("outbox.core.health.PROBE_MAX_S", 0.1)
+    monkeypatch.setattr("outbox.core.delivery.circuit_breaker.PROBE_MAX_S", 0.1)
     broken = True
 
     def script(sent: Sent) -> Answer:
@@ -169,7 +169,7 @@ async def test_what_is_owed_is_seen_with_its_age(
 async def test_open_transactions_show_as_gap_and_horizon(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outbox.relay.care.SURVEY_EVERY_S", 0.05)
+    monkeypatch.setattr("outbox.relay.delivery.endpoint_supervisor.SURVEY_EVERY_S", 0.05)
     await add_endpoint(database, "shop")
     async with (
         running(database, Network()) as worker,

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.steps import AttemptRow, Record
-from outbox.relay.cursor import Cursor, Turn
-from outbox.store import endpoint_states, timeline
-from outbox.store.care import CareStore
+from outbox.core.delivery.commands import AttemptRow, Record
+from outbox.operations import endpoint_states
+from outbox.operations.endpoint_changes import LOCK_EPOCH
+from outbox.relay.sequencing.cursor import Cursor, Turn
+from outbox.store import timeline
 from outbox.store.cursor import CursorStore
-from outbox.store.endpoint_changes import LOCK_EPOCH
+from outbox.store.endpoint_state import CareStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import (
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.answer import Answer
+    from outbox.core.model.response import Answer
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

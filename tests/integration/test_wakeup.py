@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from outbox.errors import UsageError
-from outbox.relay import sequencer
-from outbox.store.changes import change
+from outbox.relay.sequencing import sequencer
+from outbox.store.routing_change import change
 from tests.support import wakeup_variants as variants
 from tests.support.sequencers import REAL, Variant, add_endpoints, session
 from tests.support.sleeper import POINTS, SOON_S, Sleeper, sleeper

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import asyncpg
 import pytest
 
-from outbox.relay import sequencer as sequencer_module
 from outbox.relay.relay import SURVIVABLE
-from outbox.store.reading import AWAKE
+from outbox.relay.sequencing import sequencer as sequencer_module
+from outbox.store.event_reads import AWAKE
 from tests.support.sequencers import REAL, add_endpoints, session, settings
 from tests.support.sleeper import sleeper
 from tests.support.waiting import until

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from tests.page.visitor import visiting
+from tests.page.browser import visiting
 from tests.support.api import ALL, make_token, serving
 from tests.support.relay import (
     BUSY,
@@ -22,9 +22,9 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.core.answer import Answer
-    from outbox.core.token import Scope
-    from tests.page.visitor import Visitor
+    from outbox.core.model.api_token import Scope
+    from outbox.core.model.response import Answer
+    from tests.page.browser import Visitor
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.async_api import expect
 
-from tests.page.visitor import visiting
+from tests.page.browser import visiting
 from tests.support.api import make_token, serving
 from tests.support.relay import OK, REFUSED, Network, add_endpoint, fetchval, publish, running
 from tests.support.waiting import until
@@ -16,8 +16,8 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.core.answer import Answer
-    from tests.page.visitor import Visitor
+    from outbox.core.model.response import Answer
+    from tests.page.browser import Visitor
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

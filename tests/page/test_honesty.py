@@ -10,9 +10,9 @@ import orjson
 import pytest
 from playwright.async_api import expect
 
-from outbox.core.answer import Answer
+from outbox.core.model.response import Answer
+from tests.page.browser import visiting
 from tests.page.shop import RETRY, shop
-from tests.page.visitor import visiting
 from tests.support.api import make_token, serving
 from tests.support.relay import Network, add_endpoint, fetchval, publish, running
 from tests.support.waiting import until

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.async_api import expect
 
-from outbox.core.ticks import ScheduleSettings
-from outbox.store import endpoint_states, schedule_changes
+from outbox.core.schedules.schedule import ScheduleSettings
+from outbox.operations import endpoint_states, schedule_changes
+from tests.page.browser import visiting
 from tests.page.shop import shop
-from tests.page.visitor import visiting
 from tests.support.api import make_token, serving
 from tests.support.relay import REFUSED, Network, add_endpoint, fetchval, publish, running
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from django.db.backends.postgresql.base import DatabaseWrapper
 
     from outbox.receiver.inbox.inbox import Inbox
-    from outbox.receiver.inbox.taking import Taken
+    from outbox.receiver.inbox.process import Taken
     from outbox.receiver.message import Message
 
 

@@ -9,9 +9,9 @@ from uuid import UUID
 
 from multidict import CIMultiDict
 
-from outbox.core.headers import lines_of, pairs
-from outbox.core.request import Delivery, prepare
-from outbox.transport.port import Request
+from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.model.headers import lines_of, pairs
+from outbox.destinations.interface import Request
 
 ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
 SECRET = bytes(range(32))

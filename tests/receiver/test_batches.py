@@ -11,9 +11,10 @@ import asyncpg
 import orjson
 import pytest
 
-from outbox.core.batch import prepare_batch
-from outbox.core.headers import pairs
-from outbox.core.signature import format_secret
+from outbox.core.delivery.batch import prepare_batch
+from outbox.core.delivery.signature import format_secret
+from outbox.core.model.headers import pairs
+from outbox.devtools.development_receiver import DevelopmentReceiver, Fault, Handled, Outcome
 from outbox.receiver import (
     AsyncReceiver,
     BadMessage,
@@ -26,8 +27,7 @@ from outbox.receiver import (
     Request,
     verify,
 )
-from outbox.receiver.development import DevelopmentReceiver, Fault, Handled, Outcome
-from outbox.receiver.forwarding import Passed, forwarding
+from outbox.receiver.proxy import Passed, forwarding
 from outbox.receiver.requests import Ended
 from outbox.testing import FakeSender
 from tests.receiver.deliveries import SECRET, delivery
@@ -36,7 +36,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
 
-    from outbox.core.request import Prepared
+    from outbox.core.delivery.message import Prepared
     from tests.support.postgres import Database
 
 TEXT = format_secret(SECRET)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.checkpoint import Mark
-from outbox.core.order import Kind, State
+from outbox.core.delivery.receiver_checkpoint import Mark
 from outbox.receiver.inbox.inbox import Inbox
-from outbox.receiver.inbox.taking import Compared, Outcome
+from outbox.receiver.inbox.process import Compared, Outcome
+from outbox.receiver.lane_order import Kind, State
 from outbox.receiver.message import Message, parse
 from tests.receiver.connections import OPENERS, AsyncMemory, Opener, SQLAlchemySQLite, SQLite
 from tests.receiver.deliveries import delivery, signed

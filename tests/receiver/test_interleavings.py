@@ -27,22 +27,22 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from outbox.core.checkpoint import Mark, prepare
-from outbox.core.headers import pairs
-from outbox.core.order import LaneState
-from outbox.core.signature import format_secret
-from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, threaded
-from outbox.receiver.catching_up import catch_up
-from outbox.receiver.fetching import Item, LaneStanding, Page
+from outbox.core.delivery.receiver_checkpoint import Mark, prepare
+from outbox.core.delivery.signature import format_secret
+from outbox.core.model.headers import pairs
+from outbox.receiver import Gaps, Inbox, MemoryDatabase, Receiver, Request, synchronous
+from outbox.receiver.catch_up import catch_up
+from outbox.receiver.fetch import Item, LaneStanding, Page
 from outbox.receiver.inbox import memory
 from outbox.receiver.inbox.memory import MemoryTransaction
+from outbox.receiver.lane_order import LaneState
 from tests.receiver.deliveries import SECRET, delivery, signed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox.receiver import Message
-    from outbox.receiver.inbox.taking import Call, Rows
+    from outbox.receiver.inbox.process import Call, Rows
 
 LANE = "a-1-0"
 TEXT = format_secret(SECRET)
@@ -372,7 +372,9 @@ def hasty(patch: pytest.MonkeyPatch) -> None:
 
 def content(patch: pytest.MonkeyPatch) -> None:
     """Catches up with what follows, and not with what is missing before it."""
-    patch.setattr(threaded, "catch_up", lambda lane, state: catch_up(lane, LaneState(state.high)))
+    patch.setattr(
+        synchronous, "catch_up", lambda lane, state: catch_up(lane, LaneState(state.high))
+    )
 
 
 @pytest.mark.parametrize("mistake", [forgetful, hasty, content])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.core.signature import format_secret
+from outbox.core.delivery.signature import format_secret
 from outbox.errors import UsageError
 from outbox.receiver import (
     Answer,

@@ -14,7 +14,7 @@ from outbox.receiver import (
     Request,
     verify,
 )
-from outbox.receiver.fetching import CannotFetch
+from outbox.receiver.fetch import CannotFetch
 from outbox.testing import FakeSender, Weather, send, sign
 
 pytest_plugins = ["outbox.testing.fixtures"]
@@ -186,7 +186,7 @@ async def test_a_receiver_of_asyncio_fetches_from_it_too() -> None:
 
 
 async def test_a_request_is_posted_as_it_is() -> None:
-    from outbox.receiver.development import DevelopmentReceiver
+    from outbox.devtools.development_receiver import DevelopmentReceiver
 
     sender = FakeSender()
     receiver = DevelopmentReceiver()

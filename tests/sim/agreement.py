@@ -12,35 +12,35 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox.config import Settings
-from outbox.core.answer import Answer, Verdict
-from outbox.core.health import HealthRecord, State
-from outbox.core.identity import lane_name
-from outbox.core.lane import Lane
-from outbox.core.operational import Told
-from outbox.core.retry import RetryPolicy
-from outbox.core.steps import Record, Send
-from outbox.core.ticks import ScheduleSettings
+from outbox.core.delivery.circuit_breaker import HealthRecord, State
+from outbox.core.delivery.commands import Record, Send
+from outbox.core.delivery.lane import Lane
+from outbox.core.delivery.operational_events import Told
+from outbox.core.model.ids import lane_name
+from outbox.core.model.response import Answer, Verdict
+from outbox.core.model.retry_policy import RetryPolicy
+from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
-from outbox.relay.cursor import Cursor, Sequenced
-from outbox.store import (
+from outbox.operations import (
     backfill,
-    discards,
+    discard,
     endpoint_changes,
     endpoint_states,
-    jobs,
+    receiver_replays,
+    replay_jobs,
     replays,
-    resending,
     schedule_changes,
 )
-from outbox.store.backfill import Backfill
-from outbox.store.care import CareStore, Kept
+from outbox.operations.backfill import Backfill
+from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.fetch_tokens import Fetcher
+from outbox.relay.sequencing.cursor import Cursor, Sequenced
 from outbox.store.cursor import CursorStore
-from outbox.store.fetch_tokens import Fetcher
+from outbox.store.endpoint_state import CareStore, Kept
 from outbox.store.lanes import LaneStore
 from outbox.store.records import Fenced, RecordStore
 from outbox.store.replicas import ReplicaStore
-from outbox.store.selection import Selection
-from outbox.store.ticking import TickStore
+from outbox.store.schedule_runs import TickStore
 
 if TYPE_CHECKING:
     import random
@@ -417,15 +417,17 @@ class Script:
         elif u < 0.93:
             whose = self._side.endpoint_ids[int(name[1:])]
             lane = lane_name(whose, rng.randrange(1, 3), rng.randrange(2))
-            asked = await resending.ask(db, SCHEMA, Fetcher(whose, name), lane, rng.randrange(5))
+            asked = await receiver_replays.ask(
+                db, SCHEMA, Fetcher(whose, name), lane, rng.randrange(5)
+            )
             return asked.job, asked.from_sequence, asked.to_sequence
         elif u < 0.96:
             since = datetime.fromtimestamp(0, UTC)
             return await backfill.ask(db, SCHEMA, Backfill(name, since), actor="test")
         elif u < 0.98:
-            return (await jobs.abort(db, SCHEMA, rng.randrange(1, 5), actor="test")).taken
+            return (await replay_jobs.abort(db, SCHEMA, rng.randrange(1, 5), actor="test")).taken
         else:
-            await discards.discard(db, SCHEMA, Selection(everything=True), actor="test")
+            await discard.discard(db, SCHEMA, Selection(everything=True), actor="test")
         return name
 
 

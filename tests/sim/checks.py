@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from outbox.core.answer import Answer
-    from outbox.transport.port import Request
+    from outbox.core.model.response import Answer
+    from outbox.destinations.interface import Request
     from tests.sim.clockwork import Process, World
     from tests.sim.database.engine import Transaction
     from tests.sim.database.tables import Batch, Database, Given, Tried

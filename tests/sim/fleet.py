@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from outbox.errors import DatabaseUnavailable
 from outbox.relay.relay import Relay
 from outbox.relay.session import HAND_OVER_MIN_S
-from outbox.store.backends import working
+from outbox.store.connection.worker import working
 from outbox.store.replicas import listener_name
 from tests.sim.books import Violation
 from tests.sim.clockwork import Process
@@ -29,7 +29,7 @@ TAKE_OVER_LEASES = 1.5
 
 
 class SimulatedConnections:
-    """A relay's connections, in the place of `outbox.relay.connections`."""
+    """A relay's connections, in the place of `outbox.relay.cluster.connections`."""
 
     def __init__(self, fleet: Fleet, process: Process) -> None:
         self._fleet = fleet

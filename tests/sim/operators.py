@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.identity import lane_name
-from outbox.core.ticks import ScheduleSettings
+from outbox.core.model.ids import lane_name
+from outbox.core.schedules.schedule import ScheduleSettings
 from outbox.errors import OutboxError
-from outbox.store import (
+from outbox.operations import (
     backfill,
-    discards,
+    discard,
     endpoint_changes,
     endpoint_states,
-    jobs,
-    operational,
+    receiver_replays,
+    replay_jobs,
     replays,
-    resending,
     schedule_changes,
 )
-from outbox.store.backfill import Backfill
-from outbox.store.changes import change
-from outbox.store.fetch_tokens import Fetcher
-from outbox.store.selection import Selection
+from outbox.operations.backfill import Backfill
+from outbox.operations.dead_letter_filter import Selection
+from outbox.operations.fetch_tokens import Fetcher
+from outbox.store import operational_events, routing_change
+from outbox.store.routing_change import change
 from tests.sim.database.connection import Connection
 from tests.sim.database.tables import SCHEMA
 from tests.sim.timetable import GRIDS
@@ -98,7 +98,7 @@ class Operator:
         elif u < 0.93:
             await self._try(replays.replay, Selection(everything=True))
         else:
-            await self._try(discards.discard, Selection(everything=True))
+            await self._try(discard.discard, Selection(everything=True))
         if rng.random() < 0.5:
             await self._send_again(rng.choice(endpoints)["name"])
 
@@ -136,7 +136,7 @@ class Operator:
         fetcher = Fetcher(lane["endpoint_id"], endpoint["name"])
 
         async def ask(connection: Any, schema: str, *, actor: str) -> None:
-            await resending.ask(connection, schema, fetcher, name, after)
+            await receiver_replays.ask(connection, schema, fetcher, name, after)
 
         await self._try(ask)
 
@@ -152,7 +152,7 @@ class Operator:
         jobs_of = self._sim.database.replay_job.rows.values()
         running = [row["id"] for row in jobs_of if row["state"] == "running"]
         if running:
-            await self._try(jobs.abort, self._rng.choice(running))
+            await self._try(replay_jobs.abort, self._rng.choice(running))
 
     async def add_schedules(self, count: int) -> None:
         """So many, and one for the occasion if there is one."""
@@ -198,11 +198,11 @@ class Operator:
             async with change(connection, schema) as from_batch:
                 found = await endpoint_changes.lock(connection, name)
                 endpoint_states.must_be(found, ("active", "paused"), "disabled")
-                end = endpoint_changes.END_SUBSCRIPTION
+                end = routing_change.END_SUBSCRIPTION
                 await connection.execute(end, found.id, from_batch)
                 set_state = endpoint_states.SET_STATE
                 await connection.execute(set_state, found.id, "disabling", actor, None)
-                await connection.execute(operational.TELL_DISABLED, found.id, None, None)
+                await connection.execute(operational_events.TELL_DISABLED, found.id, None, None)
 
         await self._try(command)
 

@@ -10,13 +10,13 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.answer import Answer, Failure
-from outbox.relay.queueing import PREEMPTED
+from outbox.core.model.response import Answer, Failure
+from outbox.relay.delivery.admission import PREEMPTED
 
 if TYPE_CHECKING:
     import random
 
-    from outbox.transport.port import Request
+    from outbox.destinations.interface import Request
     from tests.sim.books import Sent
     from tests.sim.checks import Checker
     from tests.sim.clockwork import Process, World

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from outbox.config import Settings
-from outbox.core import periods
-from outbox.core.endpoint import EndpointSettings
-from outbox.core.retry import RetryPolicy
-from outbox.relay.sequencer import Sequencer
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.retry_policy import RetryPolicy
+from outbox.core.sequencing import partition_window
+from outbox.relay.sequencing.sequencer import Sequencer
 from tests.sim import moments, rest, timetable
 from tests.sim.books import Violation
 from tests.sim.checks import Checker
@@ -116,8 +116,8 @@ class Simulation:
         )
         # As much is kept as a month is for others.
         self.database.maintained = rng.random() < 0.6
-        periods.WIDTH = PERIOD_WIDTH
-        periods.LENGTH_MIN_S = rng.choice((60.0, 300.0))
+        partition_window.WIDTH = PERIOD_WIDTH
+        partition_window.LENGTH_MIN_S = rng.choice((60.0, 300.0))
         latency_s = 1.0 if self.settings.notify else poll_s + 1.0
         # For the whole process: each seed has one of its own.
         Sequencer.thick_events = rng.choice((1, 5, 600, 600))

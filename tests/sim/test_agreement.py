@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from outbox.core.endpoint import EndpointSettings
-from outbox.store import endpoint_changes
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.operations import endpoint_changes
 from tests.sim.agreement import POLICY, SCHEMA, Script
 from tests.sim.clockwork import Process, World
 from tests.sim.database import endpoints

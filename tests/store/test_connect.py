@@ -11,9 +11,9 @@ import asyncpg
 import pytest
 
 from outbox.errors import CannotRun, DatabaseUnavailable, SchemaMissing, UsageError
-from outbox.store import connect as module
-from outbox.store.connect import connect, map_errors
-from outbox.store.dsn import Dsn, parse
+from outbox.store.connection import connect as module
+from outbox.store.connection.connect import connect, map_errors
+from outbox.store.connection.dsn import Dsn, parse
 from tests.support.tcp import forward_to, listening, refuse_with, silent
 from tests.support.waiting import until
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from outbox.config import load
 from outbox.errors import CannotRun, UsageError
-from outbox.store import dsn
-from outbox.store.dsn import Dsn, parse
+from outbox.store.connection import dsn
+from outbox.store.connection.dsn import Dsn, parse
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.embedded import binaries
+from outbox.devtools.embedded import binaries
 from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
-from outbox.store import migrate as module
-from outbox.store.connect import connect
-from outbox.store.dsn import parse
-from outbox.store.migrate import Migration, migrate, migrations, require_current, sql, status
+from outbox.store.connection import migrate as module
+from outbox.store.connection.connect import connect
+from outbox.store.connection.dsn import parse
+from outbox.store.connection.migrate import (
+    Migration,
+    migrate,
+    migrations,
+    require_current,
+    sql,
+    status,
+)
 from outbox.store.replicas import ReplicaStore
 from tests.support.relay import register
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.names import search_path
-from outbox.core.periods import AHEAD, WIDTH, Keep
-from outbox.store.migrate import migrate
+from outbox.core.model.sql_names import search_path
+from outbox.core.sequencing.partition_window import AHEAD, WIDTH, Keep
+from outbox.store.connection.migrate import migrate
 from outbox.store.partitions import PARENTS, PartitionStore
 from outbox.store.retention import RetentionStore
 from tests.support.relay import publish

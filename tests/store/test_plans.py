@@ -15,32 +15,38 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from outbox.core.checkpoint import GIVEN_UP_MAX
-from outbox.core.filter_time import AGAIN_AFTER_S
-from outbox.core.gaps import Step
-from outbox.core.sequencing import Deliveries
-from outbox.core.steps import AttemptRow, DeadLetter, DeadRange, Gone, Progress, Record
-from outbox.relay.connections import SESSION_SETTINGS
-from outbox.store import (
-    care,
-    checkpoints,
-    cursor,
-    dead,
-    destinations,
+from outbox.core.delivery.commands import AttemptRow, DeadLetter, DeadRange, Gone, Progress, Record
+from outbox.core.delivery.receiver_checkpoint import GIVEN_UP_MAX
+from outbox.core.sequencing.filter_budget import AGAIN_AFTER_S
+from outbox.core.sequencing.gaps import Step
+from outbox.core.sequencing.router import Deliveries
+from outbox.operations import (
+    dead_letters as dead,
+)
+from outbox.operations import (
     endpoints,
-    fetching,
-    lanes,
-    live,
-    operational,
-    reading,
-    records,
-    replaying,
-    replicas,
-    resending,
-    routing,
+    lane_history,
+    live_status,
+    receiver_replays,
     status,
-    survey,
-    ticking,
+)
+from outbox.relay.cluster.connections import SESSION_SETTINGS
+from outbox.store import (
+    cursor,
+    database_stats,
+    endpoint_state,
+    event_reads,
+    lanes,
+    operational_events,
+    receiver_checkpoints,
+    records,
+    replay_feed,
+    replicas,
+    routing,
+    schedule_runs,
+)
+from outbox.store import (
+    endpoints as destinations,
 )
 from outbox.store.timeline import READ_TIMELINE
 from tests.support.long_log import (
@@ -117,13 +123,15 @@ async def _state(log: LongLog) -> Case:
 
 
 async def _events_when_idle(log: LongLog) -> Case:
-    return Case(reading.READ, await _events(log, NEXT), SAID, 20 + SAID_PAGES, {"outbox": NEWEST})
+    return Case(
+        event_reads.READ, await _events(log, NEXT), SAID, 20 + SAID_PAGES, {"outbox": NEWEST}
+    )
 
 
 async def _events_and_young_gaps(log: LongLog) -> Case:
     gaps = GAPS[-20:]
     rows, pages = UNSEQUENCED + SAID, FOUR * len(gaps) + UNSEQUENCED + SAID_PAGES
-    return Case(reading.READ, await _events(log, HIGH, gaps), rows, pages, {"outbox": NEWEST})
+    return Case(event_reads.READ, await _events(log, HIGH, gaps), rows, pages, {"outbox": NEWEST})
 
 
 async def _events_of_a_backlog(log: LongLog) -> Case:
@@ -131,18 +139,20 @@ async def _events_of_a_backlog(log: LongLog) -> Case:
     at = 3 * WIDTHS["outbox"] + WIDTHS["outbox"] // 2
     gaps = [gap for gap in GAPS if at - 20_000 < gap[0] < at]
     rows, pages = 2000 + SAID, FOUR * len(gaps) + 100 + SAID_PAGES
-    return Case(reading.READ, await _events(log, at, gaps), rows, pages, {"outbox": range(3, 4)})
+    return Case(
+        event_reads.READ, await _events(log, at, gaps), rows, pages, {"outbox": range(3, 4)}
+    )
 
 
 async def _events_and_every_old_gap(log: LongLog) -> Case:
     rows, pages = UNSEQUENCED + SAID, FOUR * len(GAPS) + UNSEQUENCED + SAID_PAGES
-    return Case(reading.READ, await _events(log, HIGH, GAPS), rows, pages, {"outbox": ALL})
+    return Case(event_reads.READ, await _events(log, HIGH, GAPS), rows, pages, {"outbox": ALL})
 
 
 async def _events_and_a_gap_as_wide_as_a_setval(log: LongLog) -> Case:
     gaps = [(NEXT + 1, NEXT + 1_000_000)]
     return Case(
-        reading.READ, await _events(log, NEXT, gaps), SAID, 40 + SAID_PAGES, {"outbox": NEWEST}
+        event_reads.READ, await _events(log, NEXT, gaps), SAID, 40 + SAID_PAGES, {"outbox": NEWEST}
     )
 
 
@@ -189,33 +199,35 @@ async def _a_lane_sent_again(log: LongLog) -> Case:
 
 async def _where_to_begin_with_a_lane(log: LongLog) -> Case:
     middle = ACKED // 2
-    return Case(resending.FIND_FIRST, (log.lanes[7], batch_of(middle), middle), 3, 40)
+    return Case(receiver_replays.FIND_FIRST, (log.lanes[7], batch_of(middle), middle), 3, 40)
 
 
 async def _whether_a_lane_is_sent_again(log: LongLog) -> Case:
     """Of the open jobs, which are few, the one of this lane."""
-    return Case(resending.FIND_RUNNING, (log.endpoints[7], log.lanes[7]), ENDPOINTS + 1, 20)
+    return Case(receiver_replays.FIND_RUNNING, (log.endpoints[7], log.lanes[7]), ENDPOINTS + 1, 20)
 
 
 async def _how_far_lanes_are(log: LongLog) -> Case:
     """For a checkpoint of one endpoint: the last success behind what each lane wrote down,
     and its newest dead letters."""
     rows, pages = (3 + GIVEN_UP_MAX) * SLOTS, (2 + len(NEWEST) + GIVEN_UP_MAX) * FOUR * SLOTS
-    return Case(checkpoints.READ_MARKS, ([log.endpoints[1]],), rows, pages, {"attempt": NEWEST})
+    return Case(
+        receiver_checkpoints.READ_MARKS, ([log.endpoints[1]],), rows, pages, {"attempt": NEWEST}
+    )
 
 
 async def _letters(log: LongLog) -> Case:
     """Those that are dead are found among the many that are not any more."""
-    of_each = 10 + replaying.SPARE
+    of_each = 10 + replay_feed.SPARE
     rows, pages = ENDPOINTS * (of_each + 5), ENDPOINTS * (of_each + 5 * FOUR)
-    return Case(replaying.READ_LETTERS, _parts(log), rows, pages + 200, before=(NO_REPLAYS,))
+    return Case(replay_feed.READ_LETTERS, _parts(log), rows, pages + 200, before=(NO_REPLAYS,))
 
 
 async def _looks(log: LongLog) -> Case:
     """At the last helping of each endpoint, which is one of the newest batches."""
     given = f"UPDATE replay_part SET batch = {BATCHES - 10}"
     rows, pages = ENDPOINTS * (8 * SLOTS + 4), ENDPOINTS * FOUR * (8 * SLOTS + 4)
-    return Case(replaying.LOOK, (log.endpoints,), rows, pages, before=(given,))
+    return Case(replay_feed.LOOK, (log.endpoints,), rows, pages, before=(given,))
 
 
 async def _history(log: LongLog) -> Case:
@@ -224,9 +236,9 @@ async def _history(log: LongLog) -> Case:
     begun = f"""
         UPDATE replay_job SET kind = 'history', since = '2000-01-01';
         UPDATE replay_part SET next_id = {middle}, last_id = {HIGH}"""
-    arguments = (1, log.endpoints[0], replaying.SEEN_MAX)
-    rows, pages = replaying.SEEN_MAX + 2, replaying.SEEN_MAX + 200
-    return Case(replaying.READ_HISTORY, arguments, rows, pages, before=(begun,))
+    arguments = (1, log.endpoints[0], replay_feed.SEEN_MAX)
+    rows, pages = replay_feed.SEEN_MAX + 2, replay_feed.SEEN_MAX + 200
+    return Case(replay_feed.READ_HISTORY, arguments, rows, pages, before=(begun,))
 
 
 async def _routes(log: LongLog) -> Case:
@@ -277,7 +289,7 @@ async def _runs_that_have_ended(log: LongLog) -> Case:
     """A new one, and one of long ago: by their batches, in each lane of these."""
     ids = [outbox_id(i) for i in (100, ACKED - 1)]
     rows, pages = len(ids) * (4 * LANES + 10), len(ids) * 5 * FOUR * LANES
-    return Case(ticking.READ_ENDED, (ids,), rows, pages)
+    return Case(schedule_runs.READ_ENDED, (ids,), rows, pages)
 
 
 # -------------------------------------------------------------------- the owner
@@ -423,7 +435,9 @@ async def _group_with_a_range_that_is_told(log: LongLog) -> Case:
 async def _whether_lanes_owe_ordinary_events(log: LongLog) -> Case:
     ids = log.lanes_of(0)[:10]
     pages = 70 * len(ids)
-    return Case(care.READ_OWES_ORDINARY, _stuck(log), 2 * len(ids), pages, before=(ASKED_BEFORE,))
+    return Case(
+        endpoint_state.READ_OWES_ORDINARY, _stuck(log), 2 * len(ids), pages, before=(ASKED_BEFORE,)
+    )
 
 
 async def _lag(log: LongLog) -> Case:
@@ -431,7 +445,9 @@ async def _lag(log: LongLog) -> Case:
     leads = "UPDATE cursor SET writer = 1"
     # Everything is late.
     arguments = (1, -1e6, 600.0, None)
-    return Case(operational.TELL_LAGGING, arguments, 10, 150, partitions, (leads, ASKED_BEFORE))
+    return Case(
+        operational_events.TELL_LAGGING, arguments, 10, 150, partitions, (leads, ASKED_BEFORE)
+    )
 
 
 async def _checkpoints(log: LongLog) -> Case:
@@ -454,11 +470,16 @@ def _stuck(log: LongLog) -> Sequence[Sequence[int]]:
 
 async def _backlog_over_its_count(log: LongLog) -> Case:
     ids, limit = log.lanes_of(0)[:10], 100
-    return Case(care.READ_OVER_COUNT, (*_stuck(log), limit), limit * len(ids), 2 * limit * len(ids))
+    return Case(
+        endpoint_state.READ_OVER_COUNT,
+        (*_stuck(log), limit),
+        limit * len(ids),
+        2 * limit * len(ids),
+    )
 
 
 async def _backlog_over_its_age(log: LongLog) -> Case:
-    return Case(care.READ_OVER_AGE, (*_stuck(log), 3600.0), 10, 100)
+    return Case(endpoint_state.READ_OVER_AGE, (*_stuck(log), 3600.0), 10, 100)
 
 
 async def _renewal(log: LongLog) -> Case:
@@ -470,7 +491,7 @@ async def _look(log: LongLog) -> Case:
 
 
 async def _survey(log: LongLog) -> Case:
-    return Case(survey.SURVEY, (), DEAD_OPEN + 20, 60)
+    return Case(database_stats.SURVEY, (), DEAD_OPEN + 20, 60)
 
 
 RELAY = {
@@ -574,15 +595,15 @@ async def _dead_show(log: LongLog) -> Case:
 
 
 async def _live_look(log: LongLog) -> Case:
-    return Case(live.LOOK, (None, 2), 60_000, 4 * LANES, {"batch": NEWEST})
+    return Case(live_status.LOOK, (None, 2), 60_000, 4 * LANES, {"batch": NEWEST})
 
 
 async def _live_states(log: LongLog) -> Case:
-    return Case(live.STATES, (None,), 500, 40)
+    return Case(live_status.STATES, (None,), 500, 40)
 
 
 async def _live_dead_letters(log: LongLog) -> Case:
-    return Case(live.DEAD_LETTERS, (None,), DEAD_OPEN, 40)
+    return Case(live_status.DEAD_LETTERS, (None,), DEAD_OPEN, 40)
 
 
 async def _live_events(log: LongLog) -> Case:
@@ -593,23 +614,23 @@ async def _live_events(log: LongLog) -> Case:
 
 
 async def _fetch_batch(log: LongLog) -> Case:
-    return Case(fetching.FIND_BATCH, (log.lanes[7], NUMBERS // 2), 100, 400)
+    return Case(lane_history.FIND_BATCH, (log.lanes[7], NUMBERS // 2), 100, 400)
 
 
 async def _fetch_first_batch(log: LongLog) -> Case:
-    return Case(fetching.FIND_BATCH, (log.lanes[7], 1), 100, 400)
+    return Case(lane_history.FIND_BATCH, (log.lanes[7], 1), 100, 400)
 
 
 async def _fetch_lane(log: LongLog) -> Case:
-    return Case(fetching.READ_LANES, (log.endpoints[1], 1, 7, 0, -1, 1), 3000, 1000)
+    return Case(lane_history.READ_LANES, (log.endpoints[1], 1, 7, 0, -1, 1), 3000, 1000)
 
 
 async def _fetch_given_up(log: LongLog) -> Case:
-    return Case(fetching.READ_GIVEN_UP, (log.lanes[7], 1, NUMBERS), 100, 100)
+    return Case(lane_history.READ_GIVEN_UP, (log.lanes[7], 1, NUMBERS), 100, 100)
 
 
 async def _fetch_previous(log: LongLog) -> Case:
-    return Case(fetching.READ_PREVIOUS, (log.lanes[7], NUMBERS), 100, 100)
+    return Case(lane_history.READ_PREVIOUS, (log.lanes[7], NUMBERS), 100, 100)
 
 
 COMMANDS = {

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 import pytest
 
-from outbox.core.names import quote_ident
-from outbox.core.periods import WIDTH
-from outbox.store import journal
-from outbox.store import migrate as module
-from outbox.store.migrate import PURPOSES, Migration, migrate, migrations
+from outbox.core.model.sql_names import quote_ident
+from outbox.core.sequencing.partition_window import WIDTH
+from outbox.operations import journal
+from outbox.store.connection import migrate as module
+from outbox.store.connection.migrate import PURPOSES, Migration, migrate, migrations
 from outbox.store.partitions import PartitionStore
 from tests.support import ranges
 from tests.support.doctor import PATH, findings
@@ -22,7 +22,7 @@ from tests.support.roles import role
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.store.doctor import Finding
+    from outbox.operations.doctor import Finding
     from tests.support.postgres import Database
 
 OWNERS_RIGHTS = {

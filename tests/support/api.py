@@ -14,18 +14,18 @@ import jsonschema_rs
 import orjson
 from yarl import URL
 
-from outbox.admin import server
-from outbox.admin.openapi import document
-from outbox.admin.routes import ROUTES
-from outbox.core.token import TokenSettings
-from outbox.store import tokens
+from outbox.api import server
+from outbox.api.openapi import document
+from outbox.api.routes import ROUTES
+from outbox.core.model.api_token import TokenSettings
+from outbox.operations import api_tokens
 from outbox.web.address import Address
 from tests.support.relay import settings_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from outbox.core.token import Scope
+    from outbox.core.model.api_token import Scope
     from tests.support.postgres import Database
 
 ALL: tuple[Scope, ...] = ("read", "publish", "operate")
@@ -188,7 +188,7 @@ async def make_token(
     """A token's secret."""
     async with database.connection(server_settings={"search_path": "relay"}) as connection:
         settings = TokenSettings(name=name, scopes=scopes, **options)
-        return (await tokens.add(connection, "relay", settings, actor="test")).secret
+        return (await api_tokens.add(connection, "relay", settings, actor="test")).secret
 
 
 @asynccontextmanager

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.core.gaps import GapTracker, Holders, Step
-from outbox.core.sequencing import Sighting
-from outbox.relay.cursor import Cursor, Turn
+from outbox.core.sequencing.gaps import GapTracker, Holders, Step
+from outbox.core.sequencing.router import Sighting
+from outbox.relay.sequencing.cursor import Cursor, Turn
 from outbox.store.cursor import CursorStore
 from tests.support.sequencers import Slow, Variant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from outbox.core.gaps import Range, _Gap
+    from outbox.core.sequencing.gaps import Range, _Gap
 
 
 class NaiveTracker(GapTracker):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store.doctor import Finding, Look, Severity, examine
+from outbox.operations.doctor import Finding, Look, Severity, examine
 
 if TYPE_CHECKING:
     from asyncpg import Connection

@@ -11,12 +11,12 @@ import asyncio
 import gzip
 from typing import TYPE_CHECKING
 
-from outbox.core.answer import Failure
+from outbox.core.model.response import Failure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from tests.transport.servers import Connection
+    from tests.destinations.servers import Connection
 
     Script = Callable[[Connection], Awaitable[None]]
 

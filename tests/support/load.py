@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.store.connect import TROUBLE
+from outbox.store.connection.connect import TROUBLE
 from tests.support.relay import (
     BUSY,
     OK,
@@ -27,7 +27,7 @@ from tests.support.waiting import until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.core.answer import Answer
+    from outbox.core.model.response import Answer
     from tests.support.postgres import Database
     from tests.support.relay import Sent
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import run
-from outbox.embedded import available
+from outbox.devtools.embedded import available
 from outbox.errors import CannotRun
 
 if TYPE_CHECKING:

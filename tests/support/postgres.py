@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import asyncpg
 
-from outbox.embedded import EmbeddedPostgres
-from outbox.store.known_types import KnowingConnection
-from outbox.store.migrate import migrate
+from outbox.devtools.embedded import EmbeddedPostgres
+from outbox.store.connection.migrate import migrate
+from outbox.store.connection.type_cache import KnowingConnection
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
 
-    from outbox.embedded import Setting
+    from outbox.devtools.embedded import Setting
 
 SCHEMA = "relay"
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core import pacing
-from outbox.core.pacing import Pacing
-from outbox.relay.cursor import Turn
-from outbox.relay.replaying import Replaying
-from outbox.store.changes import change
+from outbox.core.sequencing import replay_throttle
+from outbox.core.sequencing.replay_throttle import Pacing
+from outbox.relay.sequencing.cursor import Turn
+from outbox.relay.sequencing.replay_feeder import Replaying
+from outbox.store.routing_change import change
 from tests.support.sequencers import REAL, session, settings
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.pacing import Look, Share
-    from outbox.relay.sequencer import Sequencer
+    from outbox.core.sequencing.replay_throttle import Look, Share
+    from outbox.relay.sequencing.sequencer import Sequencer
     from tests.support.postgres import Database
 
 # Everything owed becomes one range per lane, as when its endpoint is disabled.
@@ -71,7 +71,7 @@ async def turn(worker: Sequencer) -> Turn:
 class Unpaced(Pacing):
     """As if whatever is taken were delivered at once: nobody waits for it."""
 
-    most = pacing.ENDPOINT_MAX
+    most = replay_throttle.ENDPOINT_MAX
 
     def due(self, now: float) -> list[UUID]:
         due = super().due(math.inf)
@@ -92,7 +92,7 @@ class Unpaced(Pacing):
 
 
 @contextmanager
-def unpaced(most: int = pacing.ENDPOINT_MAX) -> Iterator[None]:
+def unpaced(most: int = replay_throttle.ENDPOINT_MAX) -> Iterator[None]:
     """Replays are taken as fast as batches are made, so many numbers in each."""
     was = Replaying.pacing_type, Unpaced.most
     Replaying.pacing_type, Unpaced.most = Unpaced, most
@@ -102,7 +102,7 @@ def unpaced(most: int = pacing.ENDPOINT_MAX) -> Iterator[None]:
         Replaying.pacing_type, Unpaced.most = was
 
 
-async def sequence_all(database: Database, most: int = pacing.ENDPOINT_MAX) -> None:
+async def sequence_all(database: Database, most: int = replay_throttle.ENDPOINT_MAX) -> None:
     """Make deliveries of everything published, and of every replay, and send nothing."""
     with unpaced(most):
         worker = await sequencer(database)

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from outbox.config import Settings
-from outbox.core.answer import Answer
-from outbox.core.endpoint import EndpointSettings
-from outbox.relay.connections import Connections
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.response import Answer
+from outbox.operations import endpoint_changes
+from outbox.operations.verify.promises import audit
+from outbox.relay.cluster.connections import Connections
 from outbox.relay.relay import Relay
-from outbox.store import dsn, endpoint_changes
-from outbox.store.audit import audit
+from outbox.store.connection import dsn
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-    from outbox.store.endpoint_changes import NewEndpoint
+    from outbox.destinations.interface import Request, Transport
+    from outbox.operations.endpoint_changes import NewEndpoint
     from outbox.store.replicas import ReplicaStore
-    from outbox.transport.port import Request, Transport
     from tests.support.postgres import Database
 
 QUICK_RETRY = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 4}

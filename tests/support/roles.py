@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from outbox.core.names import quote_ident, quote_literal
+from outbox.core.model.sql_names import quote_ident, quote_literal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core.ticks import ScheduleSettings
-from outbox.store import schedule_changes
+from outbox.core.schedules.schedule import ScheduleSettings
+from outbox.operations import schedule_changes
 
 if TYPE_CHECKING:
     from asyncpg import Connection

@@ -12,15 +12,16 @@ import asyncpg
 from pydantic import SecretStr
 
 from outbox.config import Settings
-from outbox.core.endpoint import EndpointSettings
-from outbox.core.gaps import GapTracker
-from outbox.core.sequencing import Sighting
-from outbox.relay.bell import Bell
-from outbox.relay.cursor import Cursor, Turn
-from outbox.relay.sequencer import Sequencer
-from outbox.store import endpoint_changes, reading
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.sequencing.gaps import GapTracker
+from outbox.core.sequencing.router import Sighting
+from outbox.operations import endpoint_changes
+from outbox.relay.sequencing.cursor import Cursor, Turn
+from outbox.relay.sequencing.sequencer import Sequencer
+from outbox.relay.wake_event import Bell
+from outbox.store import event_reads
 from outbox.store.cursor import CursorStore
-from outbox.store.reading import Reading
+from outbox.store.event_reads import Reading
 
 if TYPE_CHECKING:
     import random
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.gaps import CursorState, Holders, Range, Step
-    from outbox.relay.cursor import Sequenced
+    from outbox.core.sequencing.gaps import CursorState, Holders, Range, Step
+    from outbox.relay.sequencing.cursor import Sequenced
     from tests.support.postgres import Database
 
 # What a sequencer meets when its connection or the server is gone.
@@ -154,15 +155,15 @@ class Slow(CursorStore):
         fresh = [e.id for e in events if e.id > high]
         missing = gaps or more_gaps or (fresh and fresh[-1] - high > len(fresh))
         waiting = 0
-        if events and last_id - reading.IN_FLIGHT_MIN >= events[-1].id:
-            waiting = await self._db.fetchval(reading.WAITING)
+        if events and last_id - event_reads.IN_FLIGHT_MIN >= events[-1].id:
+            waiting = await self._db.fetchval(event_reads.WAITING)
         holders = await self.look() if missing else None
         return Reading(events, last_id, wakeup, waiting, holders, *cursor)
 
     async def events(self, high: int, gaps: Sequence[Range], limit: int) -> list[Sighting]:
         """The events alone."""
         rows = await self._db.fetch(
-            reading.READ_EVENTS, high, [lo for lo, _ in gaps], [hi for _, hi in gaps], limit
+            event_reads.READ_EVENTS, high, [lo for lo, _ in gaps], [hi for _, hi in gaps], limit
         )
         return [Sighting(*row) for row in rows]
 

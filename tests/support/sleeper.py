@@ -7,8 +7,8 @@ from collections import Counter
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from outbox.relay.bell import Bell
-from outbox.relay.listener import Listener
+from outbox.relay.cluster.listener import Listener
+from outbox.relay.wake_event import Bell
 from tests.support.sequencers import REAL, Slow, Variant, session, settings
 from tests.support.waiting import until
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from asyncpg import Connection
 
-    from outbox.core.gaps import Range
-    from outbox.core.sequencing import Sighting
-    from outbox.relay.cursor import Sequenced
-    from outbox.relay.sequencer import Sequencer
+    from outbox.core.sequencing.gaps import Range
+    from outbox.core.sequencing.router import Sighting
+    from outbox.relay.sequencing.cursor import Sequenced
+    from outbox.relay.sequencing.sequencer import Sequencer
     from outbox.store.cursor import CursorStore, Lock, Standing
-    from outbox.store.reading import Reading
+    from outbox.store.event_reads import Reading
     from tests.support.postgres import Database
 
 SOON_S = 5.0

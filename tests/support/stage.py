@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.relay.cursor import Turn
+from outbox.relay.sequencing.cursor import Turn
 from tests.support.sequencers import (
     Hooked,
     Variant,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from asyncpg import Connection
     from asyncpg.transaction import Transaction
 
-    from outbox.relay.sequencer import Sequencer
+    from outbox.relay.sequencing.sequencer import Sequencer
     from tests.support.postgres import Database
 
 INSERT = """

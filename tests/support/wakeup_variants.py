@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.relay.sequencer import Sequencer
-from outbox.store.reading import AWAKE
+from outbox.relay.sequencing.sequencer import Sequencer
+from outbox.store.event_reads import AWAKE
 from tests.support.sequencers import Slow, Variant, session
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
-    from outbox.relay.cursor import Turn
-    from outbox.store.reading import Reading
+    from outbox.relay.sequencing.cursor import Turn
+    from outbox.store.event_reads import Reading
     from tests.support.postgres import Database
 
 # The flag as an ordinary row, read by the trigger in the producer's snapshot.

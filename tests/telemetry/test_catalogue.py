@@ -7,14 +7,14 @@ from pathlib import Path
 
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE, Kind, Metric
-from outbox.telemetry.table import table
+from outbox.telemetry.metrics_table import table
 
 DOCUMENT = Path(catalogue.__file__).parents[1] / "docs" / "metrics.md"
 
 
 def test_the_document_is_the_table() -> None:
     assert DOCUMENT.read_text(encoding="utf-8") == table(), (
-        "run: python -m outbox.telemetry.table > outbox/docs/metrics.md"
+        "run: python -m outbox.telemetry.metrics_table > outbox/docs/metrics.md"
     )
 
 

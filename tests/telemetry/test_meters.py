@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from outbox.core.answer import Answer, Failure
-from outbox.core.endpoint import OTHERS
-from outbox.core.steps import AttemptRow, DeadRange
+from outbox.core.delivery.commands import AttemptRow, DeadRange
+from outbox.core.model.endpoint import OTHERS
+from outbox.core.model.response import Answer, Failure
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import ANSWERS, OUTCOMES
 from outbox.telemetry.meters import Meters, error_type

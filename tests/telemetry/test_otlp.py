@@ -9,8 +9,8 @@ from opentelemetry.exporter.otlp.proto.common.metrics_encoder import encode_metr
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality
 from opentelemetry.sdk.resources import Resource
 
-from outbox.core.answer import Answer
-from outbox.core.steps import AttemptRow
+from outbox.core.delivery.commands import AttemptRow
+from outbox.core.model.response import Answer
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE
 from outbox.telemetry.meters import Meters

@@ -7,8 +7,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from outbox.core.answer import Answer
-from outbox.core.steps import AttemptRow
+from outbox.core.delivery.commands import AttemptRow
+from outbox.core.model.response import Answer
 from outbox.telemetry import catalogue
 from outbox.telemetry.catalogue import CATALOGUE, Kind
 from outbox.telemetry.meters import Meters

@@ -24,7 +24,7 @@ from outbox.telemetry.sampling import (
     sampling,
     trace_id_of,
 )
-from tests.core.test_request import DELIVERY
+from tests.core.test_message import DELIVERY
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler

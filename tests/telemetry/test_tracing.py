@@ -10,16 +10,16 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from outbox.core.answer import Answer
-from outbox.core.steps import AttemptRow
+from outbox.core.delivery.commands import AttemptRow
+from outbox.core.model.response import Answer
 from outbox.telemetry.sampling import Sampling
 from outbox.telemetry.tracing import Ids, Tracing
-from tests.core.test_request import DELIVERY
+from tests.core.test_message import DELIVERY
 
 if TYPE_CHECKING:
     import random
 
-    from outbox.core.request import Delivery
+    from outbox.core.delivery.message import Delivery
 
 PLAIN = DELIVERY._replace(headers=None)
 PRODUCER = "0af7651916cd43dd8448eb211c80319c"

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from outbox.cli.endpoint import certificate, change, fetch, look, removal, state, trial
+from outbox.cli.endpoint import certificate, edit, fetch_token, lifecycle, removal, show, test
 from outbox.cli.endpoint.group import command
 
-__all__ = ["certificate", "change", "command", "fetch", "look", "removal", "state", "trial"]
+__all__ = [
+    "certificate",
+    "command",
+    "edit",
+    "fetch_token",
+    "lifecycle",
+    "removal",
+    "show",
+    "test",
+]

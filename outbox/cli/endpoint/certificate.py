@@ -11,10 +11,10 @@ from outbox.cli.common import actor, database, json_option, run_async, settings_
 from outbox.cli.endpoint.group import command
 from outbox.cli.endpoint.options import name_of, read_text
 from outbox.cli.output import emit_json
-from outbox.core.quoting import safe
+from outbox.core.model.text import safe
 from outbox.errors import UsageError
-from outbox.store.endpoint_identity import set_identity
-from outbox.store.vault import Vault
+from outbox.operations.endpoint_certificate import set_identity
+from outbox.store.connection.secrets import Vault
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -49,7 +49,7 @@ def certificate(
     pem, about, vault = None, None, Vault.of(settings)
     if file is not None:
         # Imported here: no other command of these needs it.
-        from outbox.transport.tls import check_identity
+        from outbox.destinations.http.tls import check_identity
 
         pem = read_text(file, "FILE")
         try:

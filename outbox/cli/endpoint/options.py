@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 import click
 
 from outbox.cli.common import duration_s
-from outbox.core import duration, retry
-from outbox.core.retry import PRESETS
+from outbox.core.model import duration, retry_policy
+from outbox.core.model.retry_policy import PRESETS
 from outbox.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from click import Context, HelpFormatter
 
-    from outbox.core.endpoint import EndpointSettings
+    from outbox.core.model.endpoint import EndpointSettings
 
 T = TypeVar("T")
 
@@ -294,7 +294,7 @@ def _fields(said: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None and value is not False and value != ()
     }
     if "policy" in given:
-        given["retry"] = retry.parse(given.pop("policy"))
+        given["retry"] = retry_policy.parse(given.pop("policy"))
     if "ca" in given:
         given["ca"] = read_text(given["ca"], "--ca")
     lines = [("--header", line) for line in given.pop("header", ())]

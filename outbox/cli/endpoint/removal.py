@@ -12,14 +12,14 @@ from outbox.cli.common import actor, database, json_option, run_async, settings_
 from outbox.cli.endpoint.group import command
 from outbox.cli.output import count, emit_json
 from outbox.errors import UsageError
-from outbox.store import endpoint_removal
-from outbox.store.endpoint_removal import StillOwed
+from outbox.operations import endpoint_removal
+from outbox.operations.endpoint_removal import StillOwed
 
 if TYPE_CHECKING:
     from asyncpg import Connection
 
     from outbox.config import Settings
-    from outbox.store.endpoint_removal import Removal, Waiting
+    from outbox.operations.endpoint_removal import Removal, Waiting
 
 LOOK_S = 0.5
 

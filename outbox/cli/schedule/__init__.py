@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outbox.cli.schedule import add, look, state
+from outbox.cli.schedule import add, lifecycle, show
 from outbox.cli.schedule.group import command
 
-__all__ = ["add", "command", "look", "state"]
+__all__ = ["add", "command", "lifecycle", "show"]

@@ -17,8 +17,8 @@ from outbox.cli.common import (
 from outbox.cli.output import clock_time, emit_json
 from outbox.cli.publish import parse_headers, read_payload
 from outbox.cli.schedule.group import command
-from outbox.store import schedule_changes
-from outbox.views import schedules as views
+from outbox.operations import schedule_changes
+from outbox.operations.views import schedules as views
 
 if TYPE_CHECKING:
     from outbox.config import Settings
@@ -99,7 +99,7 @@ def add(
     as_json: bool,
 ) -> None:
     """Publish an event of --type whenever CRON says so."""
-    from outbox.core.ticks import ScheduleSettings
+    from outbox.core.schedules.schedule import ScheduleSettings
 
     wanted = ScheduleSettings(
         name=name,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from outbox.receiver.asynchronous import AsyncReceiver
-    from outbox.receiver.threaded import Receiver
+    from outbox.receiver.synchronous import Receiver
 
 
 def handler(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox.errors import UsageError
 from outbox.receiver.requests import Answer, Request, not_post, rejected, too_large
-from outbox.receiver.threaded import Receiver
+from outbox.receiver.synchronous import Receiver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

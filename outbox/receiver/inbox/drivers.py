@@ -21,7 +21,7 @@ from outbox.receiver.inbox.statements import Dialect
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Generator
 
-    from outbox.receiver.inbox.taking import Call, Rows
+    from outbox.receiver.inbox.process import Call, Rows
 
 T = TypeVar("T")
 

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, get_args
 
 import orjson
 
-from outbox.core.request import rfc3339
+from outbox.core.delivery.message import rfc3339
 from outbox.errors import UsageError
 from outbox.receiver.inbox.drivers import dialect_of, require_transaction, run, run_async
-from outbox.receiver.inbox.statements import Dialect, Statements, statements
-from outbox.receiver.inbox.taking import (
+from outbox.receiver.inbox.process import (
     TOLERANCE,
     Call,
     Compared,
@@ -34,13 +33,14 @@ from outbox.receiver.inbox.taking import (
     take,
     take_foreign,
 )
+from outbox.receiver.inbox.statements import Dialect, Statements, statements
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from typing import Any
 
-    from outbox.core.checkpoint import Mark
-    from outbox.core.ranges import Range
+    from outbox.core.delivery.receiver_checkpoint import Mark
+    from outbox.core.model.int_ranges import Range
     from outbox.receiver.message import Message
 
 KEEP_S = 7 * 86400.0

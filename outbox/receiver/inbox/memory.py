@@ -24,7 +24,7 @@ from outbox.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
-    from outbox.receiver.inbox.taking import Call, Rows
+    from outbox.receiver.inbox.process import Call, Rows
 
 WINDOW_S = 300.0
 SEEN_MAX = 1_000_000

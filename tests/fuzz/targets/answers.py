@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from outbox.core.answer import (
+from outbox.core.model.response import (
     BODY_BYTES_MAX,
     DETAIL_CHARS_MAX,
     RETRY_AFTER_S_MAX,
@@ -21,10 +21,10 @@ from outbox.core.answer import (
     retry_after_s,
     summary,
 )
-from outbox.transport.egress import EgressPolicy
-from outbox.transport.limits import HEADER_BYTES_MAX
-from outbox.transport.outbound import Outbound
-from outbox.transport.port import Request
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.limits import HEADER_BYTES_MAX
+from outbox.destinations.http.router import Outbound
+from outbox.destinations.interface import Request
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
 from tests.fuzz.wire import MemoryLoop, Wire, segments
@@ -32,7 +32,7 @@ from tests.fuzz.wire import MemoryLoop, Wire, segments
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from outbox.transport.outbound import Kind
+    from outbox.destinations.http.router import Kind
 
 KINDS: tuple[Kind, ...] = ("wire", "aiohttp")
 REQUESTS_MAX = 3
@@ -131,7 +131,11 @@ OK = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 TARGETS = (
     Target(
         name="answers",
-        looks_into=("outbox.transport.aiohttp", "outbox.transport.wire", "outbox.core.answer"),
+        looks_into=(
+            "outbox.destinations.http.aiohttp",
+            "outbox.destinations.http.http1",
+            "outbox.core.model.response",
+        ),
         one=answers,
         seeds=(
             fields("0" + OK, OK, "HTTP/1.1 503 Busy\r\nRetry-After: 7\r\n\r\n\x1c"),

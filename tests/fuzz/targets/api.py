@@ -18,14 +18,14 @@ from aiohttp.http_writer import HttpVersion11
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-import outbox.admin.app
-from outbox.admin.app import application
-from outbox.admin.reading import BODY_BYTES_MAX
-from outbox.admin.routes import ROUTES
+import outbox.api.app
+from outbox.api.app import application
+from outbox.api.request_parsing import BODY_BYTES_MAX
+from outbox.api.routes import ROUTES
 from outbox.config import Settings
-from outbox.core.token import SCOPES
-from outbox.store import tenancy, tokens
-from outbox.store.changes import READ_NOW
+from outbox.core.model.api_token import SCOPES
+from outbox.operations import api_tokens, tenancy
+from outbox.store.routing_change import READ_NOW
 from outbox.web.address import Address
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, storable
@@ -33,7 +33,7 @@ from tests.fuzz.target import Target, hold, one_line, storable
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from outbox.admin.routing import Route
+    from outbox.api.route import Route
 
 _LOOP = asyncio.new_event_loop()
 _TOKEN, _TENANTS = "obx_" + "a" * 43, "obx_" + "b" * 43
@@ -116,9 +116,9 @@ def _broken(_: Any, error: Exception, *__: Any) -> Exception:
 
 
 def _prepare() -> None:
-    tokens.find = _find  # type: ignore[assignment]
+    api_tokens.find = _find  # type: ignore[assignment]
     # With its traceback an error says more than with an id for the log.
-    app: Any = outbox.admin.app
+    app: Any = outbox.api.app
     app.unexpected = _broken
 
 
@@ -215,8 +215,9 @@ TARGETS = (
     Target(
         name="api",
         looks_into=(
-            "outbox.admin.reading", "outbox.admin.mistakes", "outbox.admin.tenancy",
-            "outbox.core.declaration", "outbox.core.endpoint", "outbox.core.event",
+            "outbox.api.request_parsing", "outbox.api.validation_errors", "outbox.api.tenancy",
+            "outbox.core.model.endpoint_config", "outbox.core.model.endpoint",
+            "outbox.core.model.event",
         ),
         one=api,
         prepare=_prepare,

@@ -85,7 +85,7 @@ TARGETS = (
         name="commands",
         looks_into=(
             "outbox.cli.main", "outbox.cli.common", "outbox.cli.endpoint", "outbox.cli.replay",
-            "outbox.cli.when",
+            "outbox.cli.moments",
         ),
         one=commands,
         prepare=_prepare,

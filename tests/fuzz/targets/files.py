@@ -10,8 +10,8 @@ import orjson
 
 from outbox.cli.apply import _document
 from outbox.config import load
-from outbox.core import declaration
-from outbox.core.endpoint import EndpointSettings
+from outbox.core.model import endpoint_config
+from outbox.core.model.endpoint import EndpointSettings
 from outbox.errors import UsageError
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, refused
@@ -27,20 +27,20 @@ def declarations(raw: bytes) -> None:
     path = Path(_PLACE.name) / data.pick(("a.yaml", "a.json", "a.toml"))
     path.write_bytes(data.rest())
     try:
-        declared = declaration.read(_document(str(path)))
+        declared = endpoint_config.read(_document(str(path)))
     except UsageError as error:
         refused(error, "declaration")
         return
     for each in declared:
         hold(EndpointSettings.from_dict(each.settings.to_dict()) == each.settings, "kept otherwise")
         orjson.dumps(each.settings.to_dict())
-    written = [declaration.write(each.settings) for each in declared]
-    again = declaration.read({"endpoints": written})
+    written = [endpoint_config.write(each.settings) for each in declared]
+    again = endpoint_config.read({"endpoints": written})
     for one, other in zip(declared, again, strict=True):
         # Headers are written without their values, which stay.
         settings = other.settings_over(one.settings)
         hold(settings == one.settings, "reads otherwise")
-        hold(not declaration.differences(one.settings, settings), "there is a difference")
+        hold(not endpoint_config.differences(one.settings, settings), "there is a difference")
 
 
 def settings(raw: bytes) -> None:
@@ -89,8 +89,8 @@ TARGETS = (
     Target(
         name="declarations",
         looks_into=(
-            "outbox.cli.apply", "outbox.core.declaration", "outbox.core.endpoint",
-            "outbox.core.retry",
+            "outbox.cli.apply", "outbox.core.model.endpoint_config", "outbox.core.model.endpoint",
+            "outbox.core.model.retry_policy",
         ),
         one=declarations,
         seeds=(
@@ -101,8 +101,8 @@ TARGETS = (
             b'2[[endpoints]]\nname = "a"\nurl = "https://a.example/"\n[defaults]\ntimeout = 3.5\n',
             b"0&a [*a]", b"0endpoints: !!python/object:os.system [x]", b"0" + b"[" * 500,
         ),
-        words=(*declaration.FIELDS, *declaration.FLAGS, "endpoints:", "defaults:", "- name: ",
-               "&x ",
+        words=(*endpoint_config.FIELDS, *endpoint_config.FLAGS, "endpoints:", "defaults:",
+               "- name: ", "&x ",
                "*x", "<<: ", "!!set", "!!binary ", "!!timestamp ", "2001-01-01", "0x", "1_000",
                ".inf",
                ".nan", "~", "? ", "|\n ", "%YAML 1.1\n", "---\n", "\x00", "1e999", "null", "true",

@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 from typing import Any
 
-from outbox.core.filter import FILTER_BYTES_MAX, check
+from outbox.core.model.filter import FILTER_BYTES_MAX, check
 from outbox.errors import UsageError
 from tests.fuzz.target import Target, hold, refused
 

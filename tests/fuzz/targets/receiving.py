@@ -13,20 +13,20 @@ from uuid import UUID
 import orjson
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from outbox.core.ed25519 import parse_private_key
-from outbox.core.headers import pairs
-from outbox.core.request import Delivery, prepare
-from outbox.core.signature import SIGNATURES_MAX, SignatureError, format_secret, sign
+from outbox.core.delivery.ed25519 import parse_private_key
+from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.delivery.signature import SIGNATURES_MAX, SignatureError, format_secret, sign
+from outbox.core.model.headers import pairs
 from outbox.errors import OutboxError
 from outbox.receiver.adapters.asgi import ASGI
 from outbox.receiver.adapters.wsgi import WSGI
 from outbox.receiver.asynchronous import AsyncReceiver
-from outbox.receiver.fetching import CannotFetch, Fetch, Page
+from outbox.receiver.decisions import Rules
+from outbox.receiver.fetch import CannotFetch, Fetch, Page
 from outbox.receiver.message import BadMessage, Message
-from outbox.receiver.receiving import Rules
 from outbox.receiver.requests import Answer, Ended, Request
-from outbox.receiver.threaded import Receiver
-from outbox.receiver.verifying import Verified, Verifier, verify
+from outbox.receiver.synchronous import Receiver
+from outbox.receiver.verification import Verified, Verifier, verify
 from tests.fuzz.data import Data, fields
 from tests.fuzz.target import Target, hold, one_line, refused
 

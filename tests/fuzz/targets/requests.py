@@ -10,19 +10,19 @@ from uuid import UUID
 import h11
 import orjson
 
-from outbox.core.event import encode_headers
-from outbox.core.headers import own, pairs
-from outbox.core.request import Delivery, prepare
+from outbox.core.delivery.message import Delivery, prepare
+from outbox.core.model.event import encode_headers
+from outbox.core.model.headers import own, pairs
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.router import Outbound
+from outbox.destinations.interface import Request
 from outbox.errors import UsageError
-from outbox.transport.egress import EgressPolicy
-from outbox.transport.outbound import Outbound
-from outbox.transport.port import Request
 from tests.fuzz.data import Data, fields, is_text
 from tests.fuzz.target import Broken, Target, hold
 from tests.fuzz.wire import MemoryLoop, Wire
 
 if TYPE_CHECKING:
-    from outbox.core.answer import Failure
+    from outbox.core.model.response import Failure
 
 _LOOP = MemoryLoop()
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -124,7 +124,7 @@ def _judge(written: bytes, method: str, headers: tuple[tuple[str, str], ...], bo
 TARGETS = (
     Target(
         name="requests",
-        looks_into=("outbox.transport", "outbox.core.headers"),
+        looks_into=("outbox.destinations", "outbox.core.model.headers"),
         one=requests,
         seeds=(
             fields("0/hook?a=%20b&c", "order-7", '1X-Api-Key', "secret", '{"a":1}'),

@@ -10,15 +10,15 @@ from itertools import islice
 
 import orjson
 
-from outbox.core import duration, pattern, retry, statuses
-from outbox.core.cron import NICKNAMES, Cron
-from outbox.core.ed25519 import PAIR_BYTES, parse_private_key, parse_public_key
-from outbox.core.endpoint import EndpointSettings
-from outbox.core.event import check_text, check_type, encode_headers, encode_payload
-from outbox.core.headers import merge
-from outbox.core.names import quote_ident, quote_literal, schema_name
-from outbox.core.signature import format_secret, parse_key, parse_secret
-from outbox.core.token import TokenSettings, is_fetch_token, is_token
+from outbox.core.delivery.ed25519 import PAIR_BYTES, parse_private_key, parse_public_key
+from outbox.core.delivery.signature import format_secret, parse_key, parse_secret
+from outbox.core.model import duration, http_status, pattern, retry_policy
+from outbox.core.model.api_token import TokenSettings, is_fetch_token, is_token
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.event import check_text, check_type, encode_headers, encode_payload
+from outbox.core.model.headers import merge
+from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name
+from outbox.core.schedules.cron import NICKNAMES, Cron
 from outbox.errors import InvalidEvent, UsageError
 from tests.fuzz.data import Data, fields, is_text
 from tests.fuzz.target import Target, hold, refused
@@ -42,23 +42,23 @@ def durations(raw: bytes) -> None:
         hold(duration.rounded(seconds), "nothing is shown")
     policy = data.text()
     try:
-        read = retry.parse(policy)
+        read = retry_policy.parse(policy)
     except UsageError as error:
         refused(error, "retry", 500)
     else:
-        hold(retry.parse(retry.describe(read)) == read, f"{read} is not read back")
+        hold(retry_policy.parse(retry_policy.describe(read)) == read, f"{read} is not read back")
         for attempts in (1, 7, 10_000):
             low, high = read.delay_bounds_s(attempts)
             hold(0 <= low <= high < math.inf, f"attempt {attempts} waits {low} to {high}")
             read.exhausted(attempts, 1.0)
     items = data.text().split(",")
     try:
-        chosen = statuses.parse(items)
+        chosen = http_status.parse(items)
     except UsageError as error:
         refused(error, "statuses", 500)
     else:
         bad = [each for each in chosen if not 100 <= each <= 599 or 200 <= each <= 299]
-        hold(not bad and statuses.GONE not in chosen, f"{items} retries {bad}")
+        hold(not bad and http_status.GONE not in chosen, f"{items} retries {bad}")
 
 
 def cron(raw: bytes) -> None:
@@ -236,7 +236,10 @@ TARGETS = (
             fields("1.5d", "base=5s,factor=2,cap=1h,jitter=none", "404"),
             fields("999999999d", "plane,attempts=8,ratio=0.5,age=3d", "1xx,3xx,410-499"),
         ),
-        words=(*retry.KEYS, *retry.PRESETS, "=", ",", "xx", "-", "inf", "nan", "1e9", "0.000001"),
+        words=(
+            *retry_policy.KEYS, *retry_policy.PRESETS, "=", ",", "xx", "-", "inf", "nan", "1e9",
+            "0.000001",
+        ),
         runs=3000,
     ),
     Target(

@@ -11,7 +11,7 @@ from tests.sim.database.statements.operators import new_progress
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from outbox.core.endpoint import EndpointSettings
+    from outbox.core.model.endpoint import EndpointSettings
     from tests.sim.database.engine import Row
     from tests.sim.database.tables import Database
 

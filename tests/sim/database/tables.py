@@ -13,7 +13,7 @@ from zlib import crc32
 
 from asyncpg import InFailedSQLTransactionError
 
-from outbox.core import periods
+from outbox.core.sequencing import partition_window
 from tests.sim.database.engine import Engine, Table
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from uuid import UUID
 
-    from outbox.core.periods import Kind
+    from outbox.core.sequencing.partition_window import Kind
     from tests.sim.clockwork import World
     from tests.sim.database.backend import Backend
     from tests.sim.database.connection import Connection
@@ -219,7 +219,7 @@ class Database(Engine):
 
     def drop_below(self, kind: Kind, number: int) -> None:
         """The partitions of all periods below that one are gone."""
-        first = number * periods.WIDTH
+        first = number * partition_window.WIDTH
         if kind == "events":
             self.first_id = first
             del self.outbox_ids[: bisect_left(self.outbox_ids, first)]

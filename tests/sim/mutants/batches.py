@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core import batch, lane
-from outbox.relay import dispatcher
+from outbox.core.delivery import batch, lane
+from outbox.core.model.endpoint import BATCH_MAX
+from outbox.relay.delivery import dispatcher
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def a_failed_batch_sent_together_again(sim: Simulation) -> None:
 
     def patched(self: Any, *args: Any) -> Any:
         attempts, self._head.attempts = self._head.attempts, 0
-        self._batch_size.now = batch.BATCH_MAX
+        self._batch_size.now = BATCH_MAX
         try:
             return together(self, *args)
         finally:

@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core import gaps, sequencing
-from outbox.relay import cursor, sequencer
-from outbox.store import changes
+from outbox.core.sequencing import gaps
+from outbox.core.sequencing import router as sequencing
+from outbox.relay.sequencing import cursor, sequencer
 from outbox.store import cursor as cursor_store
+from outbox.store import routing_change
 from tests.sim.database.statements import sequencing as sequencing_answers
 from tests.sim.mutants.catalogue import mutant, swap
 
@@ -104,8 +105,8 @@ def no_re_check_before_sleep(sim: Simulation) -> None:
 def disabling_an_endpoint_without_the_cursor_row(sim: Simulation) -> None:
     """A change does not wait for the batch in flight, nor refuse it."""
     nothing: Any = lambda db, tx: "SELECT 1"  # noqa: E731
-    sim.database.changed[changes.LOCK_CURSOR] = nothing
-    sim.database.changed[changes.RAISE_VERSION] = nothing
+    sim.database.changed[routing_change.LOCK_CURSOR] = nothing
+    sim.database.changed[routing_change.RAISE_VERSION] = nothing
 
 
 @mutant

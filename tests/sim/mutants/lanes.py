@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core import lane
-from outbox.core.answer import Verdict
-from outbox.relay import recorder
+from outbox.core.delivery import lane
+from outbox.core.model.response import Verdict
+from outbox.relay.delivery import recorder
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core import rate, turns
-from outbox.relay import queueing
+from outbox.core.admission import rate_limit, request_scheduler
+from outbox.relay.delivery import admission
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 @mutant
 def a_rate_that_is_asked_and_never_charged(sim: Simulation) -> None:
     """What is begun does not weigh on it."""
-    swap(rate.Rate, "take", lambda self, now: None)
+    swap(rate_limit.Rate, "take", lambda self, now: None)
 
 
 @mutant
 def one_request_too_many_of_an_endpoint(sim: Simulation) -> None:
     """A limit is taken for what it has to be passed by."""
 
-    begin = turns.Turns.ask
+    begin = request_scheduler.Turns.ask
 
     def patched(self: Any, turn: Any, now: float, **rest: Any) -> Any:
         line = turn.line
@@ -32,22 +32,22 @@ def one_request_too_many_of_an_endpoint(sim: Simulation) -> None:
         finally:
             line.in_flight_max = most
 
-    swap(turns.Turns, "ask", patched)
+    swap(request_scheduler.Turns, "ask", patched)
 
 
 @mutant
 def nobody_wakes_those_who_wait_for_a_time(sim: Simulation) -> None:
     """A turn that comes with time alone never comes."""
-    swap(queueing.Queueing, "_set_timer", lambda self: None)
+    swap(admission.Queueing, "_set_timer", lambda self: None)
 
 
 @mutant
 def a_turn_that_was_not_wanted_any_more_is_kept(sim: Simulation) -> None:
     """Who finds that it would not be sent by now does not give it back."""
-    end = queueing.Queueing.end
+    end = admission.Queueing.end
 
     def patched(self: Any, turn: Any, *, answered: bool) -> None:
         if answered:
             end(self, turn, answered=answered)
 
-    swap(queueing.Queueing, "end", patched)
+    swap(admission.Queueing, "end", patched)

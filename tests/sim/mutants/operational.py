@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.operational import Told
-from outbox.relay import dispatcher
-from outbox.store import destinations
+from outbox.core.delivery.operational_events import Told
+from outbox.relay.delivery import dispatcher
+from outbox.store import endpoints
 from tests.sim.database.statements import operational, records, registry
 from tests.sim.mutants.catalogue import mutant, swap
 
@@ -30,12 +30,12 @@ def a_range_that_grows_is_told_each_time(sim: Simulation) -> None:
 @mutant
 def the_next_owner_does_not_know_what_was_told_of_a_hold(sim: Simulation) -> None:
     """It is only in memory."""
-    answer = registry.ANSWERS[destinations.READ_ENDPOINTS]
+    answer = registry.ANSWERS[endpoints.READ_ENDPOINTS]
 
     def read_endpoints(*args: Any) -> Any:
         return [{**row, "told_held_since": None} for row in answer(*args)]
 
-    sim.database.changed[destinations.READ_ENDPOINTS] = read_endpoints
+    sim.database.changed[endpoints.READ_ENDPOINTS] = read_endpoints
 
 
 @mutant

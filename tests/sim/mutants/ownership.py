@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from outbox.core import ownership
-from outbox.relay import dispatcher, session
+from outbox.core.cluster import lease
+from outbox.relay import session
+from outbox.relay.delivery import dispatcher
 from outbox.store import lanes, replicas
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.database.statements import lanes as lane_answers
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 @mutant
 def lease_counted_from_the_end_of_the_renewal(sim: Simulation) -> None:
     """It begins when the answer is there."""
-    renewed = ownership.Lease.renewed
+    renewed = lease.Lease.renewed
 
     def patched(self: Any, started_at: float) -> None:
         renewed(self, asyncio.get_running_loop().time())
 
-    swap(ownership.Lease, "renewed", patched)
+    swap(lease.Lease, "renewed", patched)
 
 
 @mutant
@@ -44,7 +45,7 @@ def a_lapsed_lease_that_may_renew(sim: Simulation) -> None:
         return [{"now": db.wall()}]
 
     sim.database.changed[replicas.RENEW] = renew
-    swap(ownership.Lease, "left_s", lambda self, now: max(self._until - now, 1.0))
+    swap(lease.Lease, "left_s", lambda self, now: max(self._until - now, 1.0))
 
 
 @mutant

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from outbox.core.answer import Answer
-from outbox.relay import dispatcher
+from outbox.core.model.response import Answer
+from outbox.relay.delivery import dispatcher
 from outbox.store import records, replicas
 from tests.sim.database.engine import SHARE, UPDATE, Wait
 from tests.sim.database.statements import records as record_answers

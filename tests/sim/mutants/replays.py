@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from outbox.relay.replaying import Replaying
-from outbox.store import backfill, jobs, replaying, routing
+from outbox.operations import backfill
+from outbox.relay.sequencing.replay_feeder import Replaying
+from outbox.store import replay_feed, routing
 from tests.sim.database.statements import replays as answers
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
     from uuid import UUID
 
-    from outbox.core.pacing import Part
+    from outbox.core.sequencing.replay_throttle import Part
     from tests.sim.database.engine import Row, Transaction
     from tests.sim.database.tables import Database
     from tests.sim.simulation import Simulation
@@ -34,14 +35,14 @@ def a_position_that_is_moved_outside_of_the_batch(sim: Simulation) -> None:
             db.replay_part.rows[job_id, endpoint_id] = {**part, **moved}
         return "UPDATE 1"
 
-    sim.database.changed[replaying.MOVE_PARTS] = move_parts
+    sim.database.changed[replay_feed.MOVE_PARTS] = move_parts
 
 
 @mutant
 def a_position_that_is_not_written_down(sim: Simulation) -> None:
     """How far a job is, only its leader knows."""
     positions: dict[tuple[Any, int, UUID], int] = {}
-    read, move = replaying.ReplayingStore.history, replaying.ReplayingStore.move
+    read, move = replay_feed.ReplayingStore.history, replay_feed.ReplayingStore.move
 
     async def history(self: Any, part: Part) -> Any:
         found = await read(self, part)
@@ -58,8 +59,8 @@ def a_position_that_is_not_written_down(sim: Simulation) -> None:
                 m.next_id = None
         await move(self, batch, moves)
 
-    swap(replaying.ReplayingStore, "history", history)
-    swap(replaying.ReplayingStore, "move", moved)
+    swap(replay_feed.ReplayingStore, "history", history)
+    swap(replay_feed.ReplayingStore, "move", moved)
 
 
 @mutant
@@ -70,16 +71,16 @@ def an_aborted_job_that_goes_on(sim: Simulation) -> None:
         rows = answers.read_parts(db, tx)
         return [{**r, "why": None if r["why"] == "aborted" else r["why"]} for r in rows]
 
-    sim.database.changed[replaying.READ_PARTS] = read_parts
-    sim.database.changed[jobs.CALL_OFF] = lambda db, tx, *_: "UPDATE 0"
-    for sql in (replaying.READ_LETTERS, replaying.READ_HISTORY):
+    sim.database.changed[replay_feed.READ_PARTS] = read_parts
+    sim.database.changed[replay_feed.CANCEL_REPLAYS] = lambda db, tx, *_: "UPDATE 0"
+    for sql in (replay_feed.READ_LETTERS, replay_feed.READ_HISTORY):
         sim.database.changed[sql] = _of_any_job(answers, sql)
 
 
 def _of_any_job(module: Any, sql: str) -> Any:
     answer = {
-        replaying.READ_LETTERS: module.read_letters,
-        replaying.READ_HISTORY: module.read_history,
+        replay_feed.READ_LETTERS: module.read_letters,
+        replay_feed.READ_HISTORY: module.read_history,
     }[sql]
 
     def of_any_job(db: Database, tx: Transaction, *arguments: Any) -> Any:

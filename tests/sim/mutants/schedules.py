@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.core import ticks
-from outbox.relay import ticker
-from outbox.store import ticking
+from outbox.core.schedules import schedule
+from outbox.relay.sequencing import schedule_runner
+from outbox.store import schedule_runs
 from tests.sim.mutants.catalogue import mutant, swap
 
 if TYPE_CHECKING:
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 def the_next_tick_set_in_a_transaction_of_its_own(sim: Simulation) -> None:
     """The event is committed; then the schedule moves on."""
 
-    tick = ticking.TickStore.tick
+    tick = schedule_runs.TickStore.tick
 
-    async def patched(self: Any) -> ticking.Ticked:
+    async def patched(self: Any) -> schedule_runs.Ticked:
         later: list[Any] = []
-        inside, self._db = self._db, Postponing(self._db, ticking.ADVANCE, later)
+        inside, self._db = self._db, Postponing(self._db, schedule_runs.ADVANCE, later)
         try:
             ticked = await tick(self)
         finally:
             self._db = inside
         for arguments in later:
-            await self._db.execute(ticking.ADVANCE, *arguments)
+            await self._db.execute(schedule_runs.ADVANCE, *arguments)
         return ticked
 
-    swap(ticking.TickStore, "tick", patched)
+    swap(schedule_runs.TickStore, "tick", patched)
 
 
 class Postponing:
@@ -62,9 +62,9 @@ def schedules_that_every_replica_looks_at_without_a_lock(sim: Simulation) -> Non
         active = [row for row in tx.rows(db.schedule) if row["state"] == "active"]
         return [{**row, "now": now} for row in active if row["look_at"] <= now][:limit]
 
-    sim.database.changed[ticking.LOCK_DUE] = lock_due
-    lead = ticker.Ticker.lead
-    swap(ticker.Ticker, "lead", lambda self, leads: lead(self, True))
+    sim.database.changed[schedule_runs.LOCK_DUE] = lock_due
+    lead = schedule_runner.Ticker.lead
+    swap(schedule_runner.Ticker, "lead", lambda self, leads: lead(self, True))
 
 
 @mutant
@@ -74,17 +74,17 @@ def a_next_run_that_waits_for_the_sequencer_alone(sim: Simulation) -> None:
     def read_ended(db: Database, tx: Transaction, outbox_ids: Any) -> list[Row]:
         return [{"outbox_id": i} for i in outbox_ids if i <= db.batches[-1].high]
 
-    sim.database.changed[ticking.READ_ENDED] = read_ended
+    sim.database.changed[schedule_runs.READ_ENDED] = read_ended
 
 
 @mutant
 def missed_ticks_that_go_without_a_word(sim: Simulation) -> None:
     """After a fail-over it begins with the next tick from now."""
-    due = ticks.due
+    due = schedule.due
 
-    def patched(cron: Any, next_at: Any, now: Any, **rest: Any) -> ticks.Due:
+    def patched(cron: Any, next_at: Any, now: Any, **rest: Any) -> schedule.Due:
         if (now - next_at).total_seconds() > sim.settings.lease_s:
-            return ticks.Due((), cron.next(now))
+            return schedule.Due((), cron.next(now))
         return due(cron, next_at, now, **rest)
 
-    swap(ticking, "due", patched)
+    swap(schedule_runs, "due", patched)

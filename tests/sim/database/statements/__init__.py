@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import care as care_store
 from outbox.store import cursor, replicas
-from outbox.store import operational as operational_store
+from outbox.store import endpoint_state as care_store
+from outbox.store import operational_events as operational_store
 from outbox.store import records as record_store
 from tests.sim.database.statements import (
     care,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import care, changes, survey
+from outbox.store import database_stats, endpoint_state, routing_change
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait
 from tests.sim.database.statements.operational import holds_ordinary, tell_health
 from tests.sim.database.statements.ownership import fence, journal
@@ -28,13 +28,13 @@ _HEALTH = (
 )
 
 
-@answers(changes.LOCK_CURSOR)
+@answers(routing_change.LOCK_CURSOR)
 def lock_cursor(db: Database, tx: Transaction) -> Steps:
     yield Wait(db.cursor, 1, EXCLUSIVE)
     return "SELECT 1"
 
 
-@answers(changes.RAISE_VERSION)
+@answers(routing_change.RAISE_VERSION)
 def raise_version(db: Database, tx: Transaction) -> Steps:
     yield Wait(db.cursor, 1, EXCLUSIVE)
     row = tx.get(db.cursor, 1)
@@ -43,7 +43,7 @@ def raise_version(db: Database, tx: Transaction) -> Steps:
     return "UPDATE 1"
 
 
-@answers(changes.WRITE_JOURNAL)
+@answers(routing_change.WRITE_JOURNAL)
 def write_journal(
     db: Database, tx: Transaction, kind: str, actor: str, endpoint_id: UUID | None, data: str
 ) -> str:
@@ -51,7 +51,7 @@ def write_journal(
     return "INSERT 0 1"
 
 
-@answers(care.WRITE_HEALTH)
+@answers(endpoint_state.WRITE_HEALTH)
 def write_health(db: Database, tx: Transaction, me: int, *columns: Any) -> Steps:
     if not (yield from fence(db, tx, me)):
         return "INSERT 0 0"
@@ -67,14 +67,14 @@ def write_health(db: Database, tx: Transaction, me: int, *columns: Any) -> Steps
     return f"INSERT 0 {len(columns[0])}"
 
 
-@answers(survey.SURVEY)
+@answers(database_stats.SURVEY)
 def look_around(db: Database, tx: Transaction) -> list[Row]:
     # Numbers for people: nothing is decided by them.
     ages = {"gap_age_s": None, "horizon_age_s": None}
     return [{"dead_letters": len(list(tx.rows(db.dead_letter))), **ages, "alive": 1, "lapsed": 0}]
 
 
-@answers(care.READ_OWES_ORDINARY)
+@answers(endpoint_state.READ_OWES_ORDINARY)
 def read_owes_ordinary(
     db: Database,
     tx: Transaction,
@@ -89,7 +89,7 @@ def read_owes_ordinary(
     return [{"bool_or": any(owes) if owes else None}]
 
 
-@answers(care.LOCK_OWNERSHIP)
+@answers(endpoint_state.LOCK_OWNERSHIP)
 def lock_ownership(db: Database, tx: Transaction, me: int, endpoint_id: UUID) -> Steps:
     yield Wait(db.ownership, endpoint_id, SHARE)
     row = tx.get(db.ownership, endpoint_id)
@@ -99,7 +99,7 @@ def lock_ownership(db: Database, tx: Transaction, me: int, endpoint_id: UUID) ->
     return [{"one": 1}] if replica["expires_at"] > db.wall() else []
 
 
-@answers(care.BEGIN_DISABLING)
+@answers(endpoint_state.BEGIN_DISABLING)
 def begin_disabling(db: Database, tx: Transaction, endpoint_id: UUID, by: str, why: str) -> Steps:
     yield Wait(db.endpoint, endpoint_id, UPDATE)
     e = tx.get(db.endpoint, endpoint_id)
@@ -110,7 +110,7 @@ def begin_disabling(db: Database, tx: Transaction, endpoint_id: UUID, by: str, w
     return [{"name": e["name"]}]
 
 
-@answers(care.READ_OVER_COUNT)
+@answers(endpoint_state.READ_OVER_COUNT)
 def read_over_count(
     db: Database,
     tx: Transaction,
@@ -131,7 +131,7 @@ def read_over_count(
     return [{"lane_id": lane_id, "seq": seq} for lane_id, seq in last.items()]
 
 
-@answers(care.READ_OVER_AGE)
+@answers(endpoint_state.READ_OVER_AGE)
 def read_over_age(
     db: Database,
     tx: Transaction,

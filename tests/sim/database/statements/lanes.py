@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import destinations, lanes
+from outbox.store import endpoints, lanes
 from tests.sim.database.statements.registry import answers
 from tests.sim.database.statements.sequencing import event_row, seconds
 
@@ -46,7 +46,7 @@ def read_blocked(db: Database, tx: Transaction, lane_ids: Sequence[int]) -> list
     return [{"lane_id": i} for i in lane_ids if tx.get(db.lane_block, i) is not None]
 
 
-@answers(destinations.READ_ENDPOINTS)
+@answers(endpoints.READ_ENDPOINTS)
 def read_endpoints(db: Database, tx: Transaction, endpoint_ids: Sequence[UUID]) -> list[Row]:
     found = []
     for each in endpoint_ids:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from outbox.core import operational as kinds
-from outbox.store import operational
+from outbox.core.delivery import operational_events as kinds
+from outbox.store import operational_events
 from tests.sim.database.engine import EXCLUSIVE
 from tests.sim.database.inserts import insert_event
 from tests.sim.database.statements.registry import answers
@@ -135,7 +135,7 @@ def tell_health(db: Database, tx: Transaction, h: Row, new: Row, stalled: Row) -
     return held if is_told else None
 
 
-@answers(operational.TELL_DISABLED)
+@answers(operational_events.TELL_DISABLED)
 def tell_disabled(
     db: Database, tx: Transaction, endpoint_id: UUID, status: int | None, failure: str | None
 ) -> Steps:
@@ -146,7 +146,7 @@ def tell_disabled(
     return "SELECT 1"
 
 
-@answers(operational.TELL_LAGGING)
+@answers(operational_events.TELL_LAGGING)
 def tell_lagging(
     db: Database, tx: Transaction, leader: int, lagging_s: float, every_s: float
 ) -> Steps:
@@ -174,7 +174,7 @@ def tell_lagging(
     return [{"one": 1}]
 
 
-@answers(operational.END_LAGGING)
+@answers(operational_events.END_LAGGING)
 def end_lagging(db: Database, tx: Transaction, leader: int) -> list[Row]:
     row = tx.get(db.cursor, 1)
     assert row is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import endpoint_changes, endpoint_states
+from outbox.operations import endpoint_changes, endpoint_states
+from outbox.store import routing_change
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers
 
@@ -97,7 +98,7 @@ def drop_unused(db: Database, tx: Transaction, endpoint_id: UUID, from_batch: in
     return "DELETE 1"
 
 
-@answers(endpoint_changes.END_SUBSCRIPTION)
+@answers(routing_change.END_SUBSCRIPTION)
 def end_subscription(db: Database, tx: Transaction, endpoint_id: UUID, batch: int) -> str:
     for row in list(tx.rows(db.subscription)):
         if row["endpoint_id"] == endpoint_id and row["to_batch"] is None:

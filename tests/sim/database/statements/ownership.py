@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import backends, migrate, notify, replicas
+from outbox.store import channels, replicas
+from outbox.store.connection import migrate
+from outbox.store.connection import worker as backends
 from tests.sim.database.engine import EXCLUSIVE, SHARE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers, answers_prefix
 from tests.sim.database.tables import SCHEMA
@@ -58,16 +60,16 @@ def read_history(db: Database, tx: Transaction) -> list[Row]:
     ]
 
 
-@answers(notify.WAKE_ALL)
+@answers(channels.WAKE_ALL)
 def wake_all(db: Database, tx: Transaction) -> str:
-    tx.notify(SCHEMA, notify.RECONFIGURED)
-    tx.notify(SCHEMA + notify.OWNERS_SUFFIX, notify.RECONFIGURED)
+    tx.notify(SCHEMA, channels.RECONFIGURED)
+    tx.notify(SCHEMA + channels.OWNERS_SUFFIX, channels.RECONFIGURED)
     return "SELECT 1"
 
 
-@answers(notify.WAKE_OWNERS)
+@answers(channels.WAKE_OWNERS)
 def wake_owners(db: Database, tx: Transaction, text: str) -> str:
-    tx.notify(SCHEMA + notify.OWNERS_SUFFIX, text)
+    tx.notify(SCHEMA + channels.OWNERS_SUFFIX, text)
     return "SELECT 1"
 
 

@@ -7,19 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from asyncpg import Range
 
-from outbox.store import (
+from outbox.operations import (
     backfill,
-    changes,
-    dead,
-    discards,
-    fetching,
-    jobs,
-    replaying,
+    dead_letter_filter,
+    dead_letters,
+    discard,
+    lane_history,
+    receiver_replays,
+    replay_jobs,
     replays,
-    resending,
-    routing,
-    selection,
 )
+from outbox.store import replay_feed, routing, routing_change
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers
 from tests.sim.database.statements.sequencing import is_copy
@@ -68,7 +66,7 @@ def _open_parts(db: Database, tx: Transaction) -> Iterator[Row]:
 # ------------------------------------------------------------------ the leader
 
 
-@answers(replaying.READ_PARTS)
+@answers(replay_feed.READ_PARTS)
 def read_parts(db: Database, tx: Transaction) -> list[Row]:
     rows = []
     for part in _open_parts(db, tx):
@@ -84,7 +82,7 @@ def read_parts(db: Database, tx: Transaction) -> list[Row]:
     return rows
 
 
-@answers(replaying.LOOK)
+@answers(replay_feed.LOOK)
 def look(db: Database, tx: Transaction, endpoint_ids: Sequence[UUID]) -> list[Row]:
     rows = []
     for endpoint_id in endpoint_ids:
@@ -128,7 +126,7 @@ def _pending(db: Database, tx: Transaction, job_id: int, endpoint_id: UUID) -> l
     )
 
 
-@answers(replaying.READ_LETTERS)
+@answers(replay_feed.READ_LETTERS)
 def read_letters(
     db: Database,
     tx: Transaction,
@@ -159,7 +157,7 @@ def read_letters(
     return rows
 
 
-@answers(replaying.TAKE_LETTERS)
+@answers(replay_feed.TAKE_LETTERS)
 def take_letters(
     db: Database, tx: Transaction, job_ids: Sequence[int], ids: Sequence[int]
 ) -> Steps:
@@ -286,7 +284,7 @@ def write_helpings(
     return f"UPDATE {len(ids)}"
 
 
-@answers(replaying.READ_HISTORY)
+@answers(replay_feed.READ_HISTORY)
 def read_history(
     db: Database, tx: Transaction, job_id: int, endpoint_id: UUID, limit: int
 ) -> list[Row]:
@@ -308,7 +306,7 @@ def read_history(
     return rows or [{**last_id, "id": None}]
 
 
-@answers(replaying.MOVE_PARTS)
+@answers(replay_feed.MOVE_PARTS)
 def move_parts(db: Database, tx: Transaction, batch: int, *columns: Any) -> Steps:
     for job_id, endpoint_id, next_id, taken, erased, from_id in zip(*columns, strict=True):
         yield Wait(db.replay_part, (job_id, endpoint_id), UPDATE)
@@ -326,7 +324,7 @@ def move_parts(db: Database, tx: Transaction, batch: int, *columns: Any) -> Step
     return "UPDATE 1"
 
 
-@answers(replaying.END_PARTS)
+@answers(replay_feed.END_PARTS)
 def end_parts(db: Database, tx: Transaction, *columns: Any) -> Steps:
     for job_id, endpoint_id, why in zip(*columns, strict=True):
         yield Wait(db.replay_part, (job_id, endpoint_id), UPDATE)
@@ -335,7 +333,7 @@ def end_parts(db: Database, tx: Transaction, *columns: Any) -> Steps:
     return "UPDATE 1"
 
 
-@answers(replaying.END_JOBS)
+@answers(replay_feed.END_JOBS)
 def end_jobs(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps:
     ended = []
     for job_id in ids:
@@ -350,7 +348,7 @@ def end_jobs(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps:
     return ended
 
 
-@answers(replaying.READ_TAKEN)
+@answers(replay_feed.READ_TAKEN)
 def read_taken(db: Database, tx: Transaction, job_id: int) -> list[Row]:
     parts = [p for p in tx.rows(db.replay_part) if p["job_id"] == job_id]
     return [{"taken": sum(p["taken"] for p in parts)}]
@@ -437,7 +435,7 @@ def lock_dead(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps:
     return found
 
 
-@answers(dead.GET_REPLAYS)
+@answers(dead_letters.GET_REPLAYS)
 def get_replays(_db: Database, _tx: Transaction, _dead_id: int) -> list[dict[str, Any]]:
     # Here only the words of a refusal depend on it.
     place = dict.fromkeys(("endpoint_id", "generation", "slot", "seq", "again"))
@@ -469,7 +467,7 @@ def unblock(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps:
     return "DELETE 1"
 
 
-@answers(discards.FIND_DEAD)
+@answers(discard.FIND_DEAD)
 def find_dead(
     db: Database,
     tx: Transaction,
@@ -487,7 +485,7 @@ def find_dead(
     return found[:limit]
 
 
-@answers(discards.LOCK_STILL_DEAD)
+@answers(discard.LOCK_STILL_DEAD)
 def lock_still_dead(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps:
     found = []
     for dead_id in sorted(ids):
@@ -498,7 +496,7 @@ def lock_still_dead(db: Database, tx: Transaction, ids: Sequence[int]) -> Steps:
     return found
 
 
-@answers(jobs.CALL_OFF)
+@answers(replay_feed.CANCEL_REPLAYS)
 def call_off(db: Database, tx: Transaction, endpoint_id: UUID | None, job_id: int | None) -> Steps:
     for r in list(tx.rows(db.replay)):
         if r["next_seq"] > r["to_seq"]:
@@ -519,7 +517,7 @@ def call_off(db: Database, tx: Transaction, endpoint_id: UUID | None, job_id: in
     return "UPDATE 1"
 
 
-@answers(jobs.LOCK_JOB)
+@answers(replay_jobs.LOCK_JOB)
 def lock_job(db: Database, tx: Transaction, job_id: int) -> Steps:
     if tx.get(db.replay_job, job_id) is None:
         return []
@@ -529,13 +527,13 @@ def lock_job(db: Database, tx: Transaction, job_id: int) -> Steps:
     return [{"state": row["state"]}]
 
 
-@answers(jobs.ABORT_JOB)
+@answers(replay_jobs.ABORT_JOB)
 def abort_job(db: Database, tx: Transaction, job_id: int) -> str:
     tx.change(db.replay_job, job_id, state="aborted", ended_at=db.clock_timestamp())
     return "UPDATE 1"
 
 
-@answers(jobs.READ_JOB)
+@answers(replay_jobs.READ_JOB)
 def read_job(db: Database, tx: Transaction, job_id: int) -> list[Row]:
     row = tx.get(db.replay_job, job_id)
     assert row is not None
@@ -575,12 +573,12 @@ def find_last(db: Database, tx: Transaction, first: int, high: int, until: Any) 
     return [{"id": i} for i in reversed(db.outbox_ids) if first <= i <= high][:1]
 
 
-@answers(resending.READ_STATE)
+@answers(receiver_replays.READ_STATE)
 def read_endpoint_state(db: Database, tx: Transaction, endpoint_id: UUID) -> list[Row]:
     return [{"state": _endpoint(db, tx, endpoint_id)["state"]}]
 
 
-@answers(resending.FIND_RUNNING)
+@answers(receiver_replays.FIND_RUNNING)
 def find_running(db: Database, tx: Transaction, endpoint_id: UUID, lane_id: int) -> list[Row]:
     return [
         {"job_id": part["job_id"]}
@@ -590,13 +588,13 @@ def find_running(db: Database, tx: Transaction, endpoint_id: UUID, lane_id: int)
     ]
 
 
-@answers(resending.FIND_FIRST)
+@answers(receiver_replays.FIND_FIRST)
 def find_first_kept(db: Database, tx: Transaction, lane_id: int, _: int, after: int) -> list[Row]:
     kept = (g for g in db.deliveries.get(lane_id, []) if g.seq > after)
     return [{"seq": g.seq, "batch": g.batch} for g in kept][:1]
 
 
-@answers(resending.ADD_REPLAY)
+@answers(receiver_replays.ADD_REPLAY)
 def add_replay(db: Database, tx: Transaction, job_id: int, *columns: Any) -> str:
     new = db.serial(db.replay)
     names = ("endpoint_id", "next_seq", "next_batch", "to_seq")
@@ -605,13 +603,13 @@ def add_replay(db: Database, tx: Transaction, job_id: int, *columns: Any) -> str
     return "INSERT 0 1"
 
 
-@answers(fetching.FIND_BATCH)
+@answers(lane_history.FIND_BATCH)
 def find_batch(_db: Database, _tx: Transaction, _lane_id: int, _seq: int) -> list[Row]:
     # Where to begin to look: from the beginning is right, too.
     return [{"min": 0}]
 
 
-@answers(fetching.READ_LANES)
+@answers(lane_history.READ_LANES)
 def read_own_lanes(
     db: Database, tx: Transaction, endpoint_id: UUID, generation: int, slot: int, *_: Any
 ) -> list[Row]:
@@ -638,11 +636,11 @@ def read_own_lanes(
     return rows
 
 
-@answers(selection.FIND_ENDPOINTS)
+@answers(dead_letter_filter.FIND_ENDPOINTS)
 def find_endpoints(db: Database, tx: Transaction, name: str) -> list[Row]:
     return [{"id": e["id"]} for e in tx.rows(db.endpoint) if e["name"] == name]
 
 
-@answers(changes.READ_NOW)
+@answers(routing_change.READ_NOW)
 def read_now(db: Database, tx: Transaction) -> list[Row]:
     return [{"now": db.clock_timestamp()}]

@@ -8,14 +8,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from outbox.core import periods as numbering
-from outbox.store import backfill, erase, partitions, retention
+from outbox.core.sequencing import partition_window as numbering
+from outbox.operations import backfill
+from outbox.store import erasure, partitions, retention
 from tests.sim.database.engine import UPDATE, Wait
 from tests.sim.database.statements.registry import answers
 from tests.sim.database.tables import Batch
 
 if TYPE_CHECKING:
-    from outbox.core.periods import Kind
+    from outbox.core.sequencing.partition_window import Kind
     from tests.sim.database.engine import Row, Steps, Transaction
     from tests.sim.database.tables import Database
 
@@ -41,7 +42,7 @@ def analyze(db: Database, tx: Transaction, parent: str) -> str:
     return "SELECT 1"
 
 
-@answers(erase.READ_ERASED)
+@answers(erasure.READ_ERASED)
 def read_erased(db: Database, tx: Transaction, *_: object) -> list[Row]:
     return []
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import asyncpg
 from asyncpg import Range
 
-from outbox.store import cursor, lanes, reading, routing, timeline
+from outbox.store import cursor, event_reads, lanes, routing, timeline
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.statements.registry import answers
 from tests.sim.database.tables import AWAKE, SCHEMA, Batch, Given
@@ -73,17 +73,17 @@ def _ids_between(db: Database, lo: int, hi: int) -> list[int]:
     return db.outbox_ids[bisect_left(db.outbox_ids, lo) : bisect_right(db.outbox_ids, hi)]
 
 
-@answers(reading.HOLDERS)
+@answers(event_reads.HOLDERS)
 def holders(db: Database, tx: Transaction, oid: int) -> list[Row]:
     return [{"virtualtransaction": vxid} for vxid in db.holders]
 
 
-@answers(reading.READ_RUNNING)
+@answers(event_reads.READ_RUNNING)
 def read_running(db: Database, tx: Transaction) -> list[Row]:
     return [{"virtualtransaction": vxid} for vxid in db.running]
 
 
-@answers(reading.READ)
+@answers(event_reads.READ)
 def read(
     db: Database,
     tx: Transaction,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any
 
-from outbox.store import schedule_changes, schedules, ticking
+from outbox.operations import schedule_changes, schedules
+from outbox.store import schedule_runs
 from tests.sim.database.engine import EXCLUSIVE, UPDATE, Wait
 from tests.sim.database.inserts import insert_event
 from tests.sim.database.statements.registry import answers
@@ -22,14 +23,14 @@ def _active(rows: Any) -> list[Row]:
     return [row for row in rows if row["state"] == "active"]
 
 
-@answers(ticking.READ_DUE_IN)
+@answers(schedule_runs.READ_DUE_IN)
 def read_due_in(db: Database, tx: Transaction) -> list[Row]:
     times = [row["look_at"] for row in _active(tx.rows(db.schedule))]
     times += [row["deliver_at"] for row in tx.rows(db.future_event)]
     return [{"float8": min(times).timestamp() - db.wall() if times else None}]
 
 
-@answers(ticking.LOCK_DUE)
+@answers(schedule_runs.LOCK_DUE)
 def lock_due(db: Database, tx: Transaction, limit: int) -> Steps:
     now = db.clock_timestamp()
     # The snapshot; each row is looked at again once it is locked.
@@ -52,7 +53,7 @@ def lock_due(db: Database, tx: Transaction, limit: int) -> Steps:
     return locked
 
 
-@answers(ticking.READ_ENDED)
+@answers(schedule_runs.READ_ENDED)
 def read_ended(db: Database, tx: Transaction, outbox_ids: Sequence[int]) -> list[Row]:
     return [{"outbox_id": i} for i in outbox_ids if _has_ended(db, tx, i)]
 
@@ -82,7 +83,7 @@ def _has_ended(db: Database, tx: Transaction, outbox_id: int) -> bool:
     return True
 
 
-@answers(ticking.PUBLISH)
+@answers(schedule_runs.PUBLISH)
 def publish(
     db: Database, tx: Transaction, ids: Sequence[int], ats: Sequence[datetime], by_hand: bool
 ) -> Steps:
@@ -105,7 +106,7 @@ def publish(
     return [{"last_event_id": event_id}]
 
 
-@answers(ticking.ADVANCE)
+@answers(schedule_runs.ADVANCE)
 def advance(
     db: Database,
     tx: Transaction,
@@ -119,12 +120,12 @@ def advance(
     return f"UPDATE {len(ids)}"
 
 
-@answers(ticking.LOCK_FUTURE)
+@answers(schedule_runs.LOCK_FUTURE)
 def lock_future(db: Database, tx: Transaction) -> list[Row]:
     return [{"locked": tx.try_lock("advisory lock", "future events", EXCLUSIVE)}]
 
 
-@answers(ticking.MOVE_FUTURE)
+@answers(schedule_runs.MOVE_FUTURE)
 def move_future(db: Database, tx: Transaction, limit: int) -> Steps:
     now = db.clock_timestamp()
     due = [row for row in tx.rows(db.future_event) if row["deliver_at"] <= now]

@@ -1,0 +1,74 @@
+"""The API's server, which lives and dies with the relay."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import structlog
+
+from outbox.store.connection import dsn
+from outbox.web.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from aiohttp import web
+
+    from outbox.api.database import Database
+    from outbox.api.login_failures import FailedLogins
+    from outbox.config import Settings
+    from outbox.web.address import Address
+
+log = structlog.get_logger("outbox.api")
+
+
+@asynccontextmanager
+async def running(settings: Settings, address: Address) -> AsyncIterator[Address]:
+    """Serve the API while the context lasts; yields where it really listens.
+
+    Raises:
+        CannotRun: the address is taken, or not ours.
+    """
+    # Imported here: a relay without the API need not know its routes.
+    from outbox.api.app import application
+    from outbox.api.host_check import is_loopback
+
+    def api(database: Database, failures: FailedLogins) -> web.Application:
+        return application(settings, address, database, failures)
+
+    async with listening(settings, address, api) as at:
+        log.info("the API listens", url=at.url)
+        if not is_loopback(address.host):
+            log.warning(
+                "the API can be reached from other machines, and tokens cross in clear; "
+                "put TLS in front of it"
+            )
+        yield at
+
+
+@asynccontextmanager
+async def listening(
+    settings: Settings,
+    address: Address,
+    make: Callable[[Database, FailedLogins], web.Application],
+) -> AsyncIterator[Address]:
+    """Serve an application that has connections of its own, and tells of failed logins.
+
+    Raises:
+        CannotRun: the address is taken, or not ours.
+    """
+    from outbox.api.database import Database
+    from outbox.api.login_failures import FailedLogins
+
+    database = Database(dsn.of(settings), settings)
+    failures = FailedLogins(database)
+    async with database.opened():
+        writing = asyncio.ensure_future(failures.run())
+        try:
+            async with serving(make(database, failures), address) as at:
+                yield at
+        finally:
+            writing.cancel()
+            await asyncio.wait([writing])

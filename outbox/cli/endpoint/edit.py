@@ -1,0 +1,166 @@
+"""`outbox endpoint add, update`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from outbox.cli.common import (
+    actor,
+    database,
+    json_option,
+    run_async,
+    settings_options,
+    warn,
+    warn_of_networks,
+)
+from outbox.cli.endpoint.group import command
+from outbox.cli.endpoint.options import Command, edit_options, new_options
+from outbox.cli.output import count, emit_json, emit_pairs
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.text import safe
+from outbox.destinations.http.endpoint_validation import check, policy_of
+from outbox.operations import endpoint_changes
+from outbox.operations.views import endpoints as views
+from outbox.store.connection.secrets import Vault
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox.config import Settings
+
+
+@command.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  outbox endpoint add billing https://example.com/hooks --type "order.*"
+  outbox endpoint add audit https://audit.example.com/ --all-tenants --lanes 8 --json
+  outbox endpoint add large https://example.com/ --filter "@.total > 1000" --policy patient
+  outbox endpoint add crm https://example.com/in --headers-file crm.headers
+  OUTBOX_ALLOW_NETWORKS=127.0.0.0/8 outbox endpoint add dev http://127.0.0.1:8080/
+""",
+)
+@click.argument("name")
+@click.argument("url")
+@new_options
+@click.option(
+    "--ed25519",
+    is_flag=True,
+    help="Sign with a private key, and show the receiver's public one, instead of a secret that "
+    "both have.",
+)
+@json_option
+@settings_options
+def add(
+    settings: Settings,
+    name: str,
+    url: str,
+    given: dict[str, Any],
+    ed25519: bool,
+    as_json: bool,
+) -> None:
+    """Add an endpoint; shows its signing secret, this once.
+
+    It gets what is not sequenced yet, and everything after it.
+    """
+    wanted = EndpointSettings(name=name, url=url, **given)
+    check(wanted, policy_of(settings))
+    vault = Vault.of(settings)
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            made = await endpoint_changes.add(
+                connection,
+                settings.schema_name,
+                wanted,
+                actor=actor(),
+                vault=vault,
+                ed25519=ed25519,
+            )
+        warn_of_networks("--allow-network", wanted.allow_networks)
+        if made.waiting:
+            wait = "waits" if made.waiting == 1 else "wait"
+            warn(
+                f"{count(made.waiting, 'event')} {wait} for a relay; "
+                "this endpoint gets those that match, too"
+            )
+        if as_json:
+            emit_json(views.added(made))
+            return
+        emit_pairs(
+            [
+                ("id", made.id),
+                ("name", made.name),
+                ("url", made.url),
+                ("types", made.types),
+                ("lanes", made.lanes),
+                ("public key" if ed25519 else "secret", made.secret),
+            ]
+        )
+        if not ed25519:
+            click.echo("Keep the secret now: it is not shown again.", err=True)
+
+    run_async(go())
+
+
+@command.command(
+    cls=Command,
+    epilog="""\b
+Examples:
+  outbox endpoint update billing --type "order.*" --type refund.done
+  outbox endpoint update billing --policy plane,attempts=8 --timeout 30s
+  outbox endpoint update billing --name invoices       the id stays
+  outbox endpoint update billing --lanes 8             when the old ones are drained
+""",
+)
+@click.argument("name")
+@click.option("--name", "new_name", metavar="NAME", help="Call it so from now on; its id stays.")
+@click.option("--url", metavar="URL", help="Deliver there, what is owed already too.")
+@edit_options
+@json_option
+@settings_options
+def update(
+    settings: Settings,
+    name: str,
+    new_name: str | None,
+    url: str | None,
+    edit: Callable[[EndpointSettings], EndpointSettings],
+    as_json: bool,
+) -> None:
+    """Change an endpoint; what is not said stays.
+
+    What it receives changes with the next batch: what is owed already is
+    delivered.  Everything else holds from the next attempt on.  --type and
+    --retryable replace the list, --header replaces one header.
+    """
+    policy, vault = policy_of(settings), Vault.of(settings)
+    named: dict[str, Any] = {"name": new_name, "url": url}
+    named = {key: value for key, value in named.items() if value is not None}
+
+    opened: list[str] = []
+
+    def edited(there: EndpointSettings) -> EndpointSettings:
+        wanted = replace(edit(there), **named)
+        check(wanted, policy, there)
+        opened[:] = [each for each in wanted.allow_networks if each not in there.allow_networks]
+        return wanted
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            done = await endpoint_changes.update(
+                connection, settings.schema_name, name, edited, actor=actor(), vault=vault
+            )
+        warn_of_networks("--allow-network", opened)
+        if as_json:
+            emit_json(views.updated(done))
+        elif not done.differences:
+            click.echo(f'endpoint "{name}" is like that already; nothing was changed')
+        else:
+            click.echo(f'updated endpoint "{name}"')
+            for each in done.differences:
+                click.echo(safe(f"  {each.setting}: {each.old} -> {each.new}"))
+
+    run_async(go())

@@ -1,0 +1,131 @@
+"""`outbox schedule pause, resume, remove, run-now`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from outbox.cli.common import (
+    actor,
+    database,
+    json_option,
+    run_async,
+    settings_options,
+)
+from outbox.cli.output import clock_time, emit_json
+from outbox.cli.schedule.group import command
+from outbox.operations import schedule_changes
+from outbox.operations.views import schedules as views
+
+if TYPE_CHECKING:
+    from outbox.config import Settings
+
+why_option = click.option("--why", metavar="TEXT", help="Kept with the change, and in the journal.")
+
+
+@command.command(
+    epilog="""\b
+Example:
+  outbox schedule pause nightly sync --why "the archive is being moved"
+"""
+)
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@why_option
+@json_option
+@settings_options
+def pause(settings: Settings, names: tuple[str, ...], why: str | None, as_json: bool) -> None:
+    """Publish nothing until they are resumed; ticks that come meanwhile are left out."""
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            paused = await schedule_changes.pause(
+                connection, settings.schema_name, names, actor=actor(), why=why
+            )
+        if as_json:
+            emit_json([views.schedule(each) for each in paused])
+            return
+        for each in paused:
+            click.echo(f'schedule "{each.name}" is paused')
+
+    run_async(go())
+
+
+@command.command(
+    epilog="""\b
+Example:
+  outbox schedule resume nightly
+"""
+)
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@why_option
+@json_option
+@settings_options
+def resume(settings: Settings, names: tuple[str, ...], why: str | None, as_json: bool) -> None:
+    """Go on with the next tick from now."""
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            resumed = await schedule_changes.resume(
+                connection, settings.schema_name, names, actor=actor(), why=why
+            )
+        if as_json:
+            emit_json([views.schedule(each) for each in resumed])
+            return
+        for each in resumed:
+            click.echo(f'schedule "{each.name}" runs again at {clock_time(each.next_runs(1)[0])}')
+
+    run_async(go())
+
+
+@command.command(
+    epilog="""\b
+Example:
+  outbox schedule remove nightly
+"""
+)
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@json_option
+@settings_options
+def remove(settings: Settings, names: tuple[str, ...], as_json: bool) -> None:
+    """Remove schedules; events that they have published are delivered."""
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            await schedule_changes.remove(connection, settings.schema_name, names, actor=actor())
+        if as_json:
+            emit_json({"removed": list(dict.fromkeys(names))})
+            return
+        for name in dict.fromkeys(names):
+            click.echo(f'removed schedule "{name}"')
+
+    run_async(go())
+
+
+@command.command(
+    "run-now",
+    epilog="""\b
+Example:
+  outbox schedule run-now nightly
+""",
+)
+@click.argument("name")
+@json_option
+@settings_options
+def run_now(settings: Settings, name: str, as_json: bool) -> None:
+    """Publish a schedule's event at once, whether it is paused or not.
+
+    Its ticks stay as they are.  Receivers see X-Schedule-Run: by-hand.
+    """
+
+    async def go() -> None:
+        async with database(settings) as connection:
+            event_id = await schedule_changes.run_now(
+                connection, settings.schema_name, name, actor=actor()
+            )
+        if as_json:
+            emit_json({"id": event_id})
+        else:
+            click.echo(f"published {event_id}")
+
+    run_async(go())

@@ -1,0 +1,1 @@
+"""Admission control: which requests start now and which wait."""

@@ -1,0 +1,1 @@
+"""Replicas: leases, assignment of endpoints, the database's clock."""

@@ -1,0 +1,1 @@
+"""Values that every layer shares: events, endpoint settings, patterns, headers, ids, responses."""

@@ -1,0 +1,254 @@
+"""Everything that an operator decides about an endpoint, checked as a whole.
+
+One type holds the settings on their way in (flags, files), in the table, and
+on their way out, so a default and a limit stand in one place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from ipaddress import ip_network
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from outbox.core.model import duration, http_status, pattern
+from outbox.core.model.event import TENANT_BYTES_MAX, check_text, encode_headers
+from outbox.core.model.filter import check as check_filter
+from outbox.core.model.headers import header_problem
+from outbox.core.model.response import RETRYABLE
+from outbox.core.model.retry_policy import STANDARD, RetryPolicy
+from outbox.core.model.text import quoted
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Method = Literal["POST", "PUT", "PATCH"]
+OnDeadLetter = Literal["continue", "block"]
+
+NAME_BYTES_MAX = 200
+LANES_MAX = 1024
+NETWORKS_MAX = 20
+CA_BYTES_MAX = 64 * 1024
+IN_FLIGHT_MAX = 1024
+RATE_PER_S_MIN, RATE_PER_S_MAX = 0.001, 100_000.0
+TYPES_MAX = 100
+TIMEOUT_S_MAX = 3600.0
+AGE_S_MAX = 3650 * 86400.0
+COUNT_MAX = 2**63 - 1
+BATCH_MAX = 1000
+"""Deliveries per request."""
+CHECKPOINT_EVERY_MIN_S = 1.0
+EVERYTHING = "**"
+OTHERS = "(other)"
+"""In metrics, the endpoints that have no series of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSettings:
+    """What an endpoint is to be.
+
+    Raises:
+        UsageError: a setting is wrong; the message begins with its name.
+    """
+
+    name: str
+    url: str
+    """Checked for its form by whoever knows which networks are open."""
+    types: tuple[str, ...] = (EVERYTHING,)
+    """Patterns; none means everything but operational events."""
+    tenant: str | None = None
+    """None: events of no tenant, unless `all_tenants`."""
+    all_tenants: bool = False
+    filter: str | None = None
+    """The inside of SQL/JSON path's `$ ? (…)`."""
+
+    method: Method = "POST"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    connect_timeout_s: float = 5.0
+    total_timeout_s: float = 15.0
+    in_flight_max: int | None = None
+    """So many requests at once, over all lanes; None: one for each lane."""
+    rate_per_s: float | None = None
+    """At most so many requests are begun in a second, by one relay; None: no limit."""
+    batch_max: int | None = None
+    """So many deliveries of a lane in one request, as a JSON array; None: each by itself."""
+    allow_networks: tuple[str, ...] = ()
+    """Private networks that its deliveries may go to, beside those that the relay opens."""
+    ca: str | None = None
+    """Certificates (PEM) that are trusted instead of the system's authorities."""
+
+    retry: RetryPolicy = STANDARD
+    retryable: tuple[str, ...] | None = None
+    """Statuses, classes, ranges; None: the usual ones."""
+    on_dead_letter: OnDeadLetter = "continue"
+    backlog_count_max: int | None = None
+    """At most so many deliveries are kept owed; None: no limit."""
+    backlog_age_max_s: float | None = None
+    """None: no limit."""
+    disable_after_s: float = 3 * 86400.0
+    """Without a success for so long, it is disabled."""
+
+    checkpoint_every_s: float | None = None
+    """So often its receiver is told the last number of each lane; None: never."""
+
+    lanes: int = 1
+
+    def __post_init__(self) -> None:
+        _name(self.name)
+        if not isinstance(self.url, str) or not self.url:
+            raise UsageError("url: must be a text such as https://example.com/hooks")
+        self._set("types", tuple(dict.fromkeys(_texts("types", self.types))) or (EVERYTHING,))
+        if len(self.types) > TYPES_MAX:
+            raise UsageError(f"types: {len(self.types)} patterns, the limit is {TYPES_MAX}")
+        for each in self.types:
+            _pattern(each)
+        check_text("tenant", self.tenant, TENANT_BYTES_MAX)
+        if type(self.all_tenants) is not bool:
+            raise UsageError("all_tenants: must be true or false")
+        if self.all_tenants and self.tenant is not None:
+            raise UsageError("tenant: an endpoint is for one tenant or for all, not both")
+        if self.filter is not None:
+            check_filter(_text("filter", self.filter))
+        _choice("method", self.method, get_args(Method))
+        if not isinstance(self.headers, dict):
+            raise UsageError("headers: must be names with values")
+        encode_headers(self.headers, header_problem)
+        _number("connect_timeout", self.connect_timeout_s, TIMEOUT_S_MAX)
+        _number("timeout", self.total_timeout_s, TIMEOUT_S_MAX)
+        if self.in_flight_max is not None:
+            _integer("in_flight_max", self.in_flight_max, IN_FLIGHT_MAX)
+        if self.rate_per_s is not None:
+            _rate(self.rate_per_s)
+        if self.batch_max is not None:
+            _integer("batch_max", self.batch_max, BATCH_MAX)
+        self._set("allow_networks", _networks(self.allow_networks))
+        if self.ca is not None:
+            _pem(self.ca)
+        if self.retryable is not None:
+            self._set("retryable", tuple(t.lower() for t in _texts("retryable", self.retryable)))
+            http_status.parse(self.retryable or ())
+        _choice("on_dead_letter", self.on_dead_letter, get_args(OnDeadLetter))
+        if self.backlog_count_max is not None:
+            _integer("backlog_max", self.backlog_count_max, COUNT_MAX)
+        if self.backlog_age_max_s is not None:
+            _number("backlog_age", self.backlog_age_max_s, AGE_S_MAX)
+        _number("disable_after", self.disable_after_s, AGE_S_MAX)
+        if self.checkpoint_every_s is not None:
+            _number("checkpoint_every", self.checkpoint_every_s, AGE_S_MAX)
+            if self.checkpoint_every_s < CHECKPOINT_EVERY_MIN_S:
+                raise UsageError(f"checkpoint_every: at least {CHECKPOINT_EVERY_MIN_S:g} s")
+        _integer("lanes", self.lanes, LANES_MAX)
+
+    @property
+    def retryable_statuses(self) -> frozenset[int]:
+        """The statuses that are tried again."""
+        return RETRYABLE if self.retryable is None else http_status.parse(self.retryable)
+
+    @property
+    def subscription(self) -> tuple[tuple[str, ...], str | None, bool, str | None]:
+        """What decides which events it gets."""
+        return self.types, self.tenant, self.all_tenants, self.filter
+
+    def to_dict(self) -> dict[str, Any]:
+        """All settings by field, as JSON can hold them; `from_dict` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EndpointSettings:
+        """Settings from stored values; what is left out is the default.
+
+        Raises:
+            UsageError: a name is unknown, or a value is wrong.
+        """
+        known = {each.name for each in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise UsageError(f"{name}: an endpoint has no such setting")
+        retry = values.get("retry", {})
+        if not isinstance(retry, RetryPolicy):
+            retry = RetryPolicy.from_dict(retry)
+        return cls(**{**values, "retry": retry})
+
+    def _set(self, name: str, value: Any) -> None:
+        """Put a value into its one form, before anybody sees it."""
+        object.__setattr__(self, name, value)
+
+
+def _name(value: object) -> None:
+    text = _text("name", value)
+    if not text or text != text.strip() or not text.isprintable():
+        raise UsageError("name: must be printable text without spaces around it")
+    if len(text.encode()) > NAME_BYTES_MAX:
+        raise UsageError(f"name: longer than {NAME_BYTES_MAX} bytes")
+    if text == OTHERS:
+        raise UsageError(f'name: "{OTHERS}" stands for all other endpoints in metrics')
+
+
+def _pattern(text: str) -> None:
+    try:
+        pattern.parse(text)
+    except UsageError as error:
+        raise UsageError(f"types: {str(error).removeprefix('type pattern: ')}") from None
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise UsageError(f"{name}: must be a text, not {quoted(value)}")
+    return value
+
+
+def _texts(name: str, value: object) -> list[str]:
+    if not isinstance(value, list | tuple):
+        raise UsageError(f"{name}: must be a list of texts")
+    return [_text(name, each) for each in value]
+
+
+def _choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}: must be one of {', '.join(choices)}, not {quoted(value)}")
+
+
+def _number(name: str, value: object, most: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # A NaN fails the comparison.
+    if not (is_number and 0 < value <= most):  # type: ignore[operator]
+        raise UsageError(
+            f"{name}: must be longer than nothing and at most {duration.exact(most)}, "
+            f"not {quoted(value)}"
+        )
+
+
+def _rate(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and RATE_PER_S_MIN <= value <= RATE_PER_S_MAX):  # type: ignore[operator]
+        raise UsageError(
+            f"rate: must be a number of requests in a second, from {RATE_PER_S_MIN:g} to "
+            f"{RATE_PER_S_MAX:,.0f}, not {value!r}"
+        )
+
+
+def _networks(value: object) -> tuple[str, ...]:
+    networks: dict[str, None] = {}
+    for text in _texts("allow_networks", value):
+        try:
+            networks[str(ip_network(text))] = None
+        except ValueError:
+            raise UsageError(
+                f'allow_networks: "{text[:80]}" is not a range of addresses such as 10.0.0.0/8'
+            ) from None
+    if len(networks) > NETWORKS_MAX:
+        raise UsageError(f"allow_networks: {len(networks)} ranges, the limit is {NETWORKS_MAX}")
+    return tuple(networks)
+
+
+def _pem(value: object) -> None:
+    text = _text("ca", value)
+    if "-----BEGIN CERTIFICATE-----" not in text or "PRIVATE KEY" in text:
+        raise UsageError("ca: must be one or more certificates in PEM, and no private key")
+    if len(text.encode()) > CA_BYTES_MAX:
+        raise UsageError(f"ca: longer than {CA_BYTES_MAX} bytes")
+
+
+def _integer(name: str, value: object, most: int) -> None:
+    if type(value) is not int or not 1 <= value <= most:
+        raise UsageError(f"{name}: must be between 1 and {most}, not {quoted(value)}")

@@ -1,0 +1,307 @@
+"""When a failed delivery is tried again, and when its budget has ended.
+
+A policy is numbers, stored with the endpoint; what it says is computed, never
+slept through, so the schedule survives a crash: the store keeps how many
+attempts were made and when the next one is due.
+
+The exponential part and the ends of the budget are tenacity's strategies,
+asked through a call state whose attempt and times are filled in by hand.  The
+jitter is ours, because tenacity's draws its own random numbers: `u` is a
+uniform number in [0, 1) that the caller drew.
+
+* `full` jitter waits between nothing and the exponential delay: endpoints that
+  failed together come back spread out.
+* `proportional` keeps near the delay, up to `jitter_ratio` on either side; the
+  spread goes around the cap too, or everything that reached the cap would
+  march in step.
+* `none` is exact.
+
+A policy is written as a preset's name, as values, or as a preset with changes:
+`patient`, `base=5s,factor=2,cap=1h`, `plane,attempts=8`.
+
+The budget is `attempts_max` attempts or `age_max_s` since the first one began,
+whichever ends first.  It ends by the answer to an attempt and never by the
+clock alone, so a delivery that waited out an outage still gets its try.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_exponential,
+)
+
+from outbox.core.model import duration
+from outbox.core.model.text import quoted
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Jitter = Literal["full", "proportional", "none"]
+
+DELAY_S_MAX = 30 * 86400.0
+ATTEMPTS_MAX = 10_000
+
+KEYS = {
+    "base": "base_s",
+    "factor": "factor",
+    "cap": "cap_s",
+    "jitter": "jitter",
+    "ratio": "jitter_ratio",
+    "attempts": "attempts_max",
+    "age": "age_max_s",
+}
+"""What people call the numbers of a policy, and the fields that hold them."""
+
+_NAMES = {field: key for key, field in KEYS.items()}
+
+
+def _bounded(field: str, value: float, lo: float, hi: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # A NaN fails both comparisons and so does not get through.
+    if not (is_number and lo <= value <= hi):
+        show = duration.exact if field.endswith("_s") else _number
+        raise UsageError(
+            f"retry.{_NAMES[field]}: must be between {show(lo)} and {show(hi)}, not {quoted(value)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """The numbers of a backoff; the defaults are the preset `standard`.
+
+    Raises:
+        UsageError: a number is out of its bounds.
+    """
+
+    base_s: float = 5.0
+    """Delay after the first attempt, before jitter."""
+    factor: float = 3.2
+    """What each further attempt multiplies the delay by."""
+    cap_s: float = 21600.0
+    """The delay grows no further than this."""
+    jitter: Jitter = "full"
+    jitter_ratio: float = 0.15
+    """Of `proportional` jitter: 0.15 is up to 15 % earlier or later."""
+    attempts_max: int = 12
+    age_max_s: float = 86400.0
+    """From the start of the first attempt to the start of the last one."""
+
+    def __post_init__(self) -> None:
+        _bounded("base_s", self.base_s, 0.0, DELAY_S_MAX)
+        _bounded("factor", self.factor, 1.0, 100.0)
+        _bounded("cap_s", self.cap_s, self.base_s, DELAY_S_MAX)
+        _bounded("jitter_ratio", self.jitter_ratio, 0.0, 1.0)
+        _bounded("age_max_s", self.age_max_s, 0.0, 12 * DELAY_S_MAX)
+        if self.jitter not in get_args(Jitter):
+            raise UsageError(
+                f"retry.jitter: must be one of {', '.join(get_args(Jitter))}, "
+                f"not {quoted(self.jitter)}"
+            )
+        if type(self.attempts_max) is not int:
+            raise UsageError(f"retry.attempts: must be an integer, not {quoted(self.attempts_max)}")
+        _bounded("attempts_max", self.attempts_max, 1, ATTEMPTS_MAX)
+
+    def delay_s(self, attempts: int, u: float) -> float:
+        """Seconds to wait after `attempts` attempts were made.
+
+        `u` is uniform in [0, 1).  Any number of attempts is fine: what would
+        overflow is the cap.
+        """
+        if not 0.0 <= u < 1.0:
+            raise ValueError(f"u must be in [0, 1), not {u!r}")
+        lo, hi = self.delay_bounds_s(attempts)
+        return min(lo + (hi - lo) * u, hi)
+
+    def delay_bounds_s(self, attempts: int) -> tuple[float, float]:
+        """The shortest and the longest wait after `attempts` attempts.
+
+        What jitter draws is spread evenly between them.
+        """
+        if attempts < 1:
+            raise ValueError(f"a delay follows an attempt, and {attempts} were made")
+        delay_s = float(_retrying(self).wait(_after(self, attempts, 0.0)))
+        if self.jitter == "full":
+            return 0.0, delay_s
+        if self.jitter == "proportional":
+            return delay_s * (1.0 - self.jitter_ratio), delay_s * (1.0 + self.jitter_ratio)
+        return delay_s, delay_s
+
+    def exhausted(self, attempts: int, elapsed_s: float) -> bool:
+        """Whether the attempt just answered was the last one.
+
+        `attempts` counts it; `elapsed_s` runs from the start of the first
+        attempt to the start of this one, so a budget of time ends only by an
+        attempt that was made after it.
+        """
+        return bool(_retrying(self).stop(_after(self, attempts, elapsed_s)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All numbers by name; `from_dict` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, numbers: Mapping[str, Any]) -> RetryPolicy:
+        """A policy from stored numbers; what is left out is `standard`.
+
+        Raises:
+            UsageError: a name is unknown, or a number is out of its bounds.
+        """
+        known = {field.name for field in fields(cls)}
+        for name in numbers:
+            if name not in known:
+                raise UsageError(
+                    f"retry: there is no {quoted(name)}; stored policies have "
+                    f"{', '.join(sorted(known))}"
+                )
+        return cls(**numbers)
+
+
+STANDARD = RetryPolicy()
+
+PRESETS: dict[str, RetryPolicy] = {
+    "standard": STANDARD,
+    # For receivers that are only ever away for a moment, and whose events are
+    # worth nothing later.
+    "fast": RetryPolicy(base_s=1.0, factor=2.0, cap_s=60.0, attempts_max=10, age_max_s=900.0),
+    # For receivers whose outages last a weekend.  Spread around each delay and
+    # not below it, so that no luck with the dice makes it impatient.
+    "patient": RetryPolicy(
+        base_s=60.0,
+        factor=4.0,
+        jitter="proportional",
+        jitter_ratio=0.25,
+        attempts_max=20,
+        age_max_s=259200.0,
+    ),
+    # Near fixed times, for receivers that expect the next attempt about then.
+    "plane": RetryPolicy(
+        base_s=300.0, factor=2.0, jitter="proportional", jitter_ratio=0.15, attempts_max=6
+    ),
+}
+
+
+def parse(text: str) -> RetryPolicy:
+    """A policy as people write it; what is left out is of the preset, or `standard`.
+
+    Raises:
+        UsageError: it names no preset, no number, or one out of its bounds.
+    """
+    policy = STANDARD
+    values: dict[str, str] = {}
+    for i, item in enumerate(text.split(",")):
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals and i == 0:
+            policy = preset(key)
+        elif not equals or not key or not value:
+            raise UsageError(
+                f'retry: "{item.strip()[:40]}" is not one of {", ".join(KEYS)} with = and a value'
+            )
+        elif key in values:
+            raise UsageError(f"retry.{key}: stands there twice")
+        else:
+            values[key] = value
+    return changed(policy, values)
+
+
+def preset(name: str) -> RetryPolicy:
+    """The preset of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in PRESETS:
+        raise UsageError(
+            f'retry: there is no policy "{name[:40]}"; there are {", ".join(PRESETS)}, '
+            "and values such as base=5s,factor=2,cap=1h"
+        )
+    return PRESETS[name]
+
+
+def changed(policy: RetryPolicy, values: Mapping[str, Any]) -> RetryPolicy:
+    """A policy with other values, by the names of `KEYS`; text is read.
+
+    Raises:
+        UsageError: a name is unknown, or a value is out of its bounds.
+    """
+    numbers: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in KEYS:
+            raise UsageError(f'retry: there is no "{key[:40]}"; a policy has {", ".join(KEYS)}')
+        numbers[KEYS[key]] = _read(key, value) if isinstance(value, str) else value
+    return replace(policy, **numbers)
+
+
+def describe(policy: RetryPolicy) -> str:
+    """The policy as `parse` reads it: its preset's name, or its values."""
+    for name, each in PRESETS.items():
+        if each == policy:
+            return name
+    return values_of(policy)
+
+
+def values_of(policy: RetryPolicy) -> str:
+    """All values of a policy, as `parse` reads them."""
+    shown = {
+        "base": duration.exact(policy.base_s),
+        "factor": _number(policy.factor),
+        "cap": duration.exact(policy.cap_s),
+        "jitter": policy.jitter,
+        "ratio": _number(policy.jitter_ratio),
+        "attempts": str(policy.attempts_max),
+        "age": duration.exact(policy.age_max_s),
+    }
+    # Of no meaning there, but a policy that has another one is another policy.
+    if policy.jitter != "proportional" and policy.jitter_ratio == STANDARD.jitter_ratio:
+        del shown["ratio"]
+    return ",".join(f"{key}={value}" for key, value in shown.items())
+
+
+def _number(value: float) -> str:
+    """Every digit that counts, so that reading it gives the same number."""
+    return repr(float(value)).removesuffix(".0")
+
+
+def _read(key: str, text: str) -> Any:
+    """A value that was written as text."""
+    try:
+        if key == "jitter":
+            return text
+        if key == "attempts":
+            return int(text)
+        if key in ("factor", "ratio"):
+            return float(text)
+    except ValueError:
+        raise UsageError(f'retry.{key}: "{text[:40]}" is not a number') from None
+    try:
+        return duration.parse(text)
+    except UsageError as error:
+        raise UsageError(f"retry.{key}: {error}") from None
+
+
+@lru_cache(maxsize=1024)
+def _retrying(policy: RetryPolicy) -> Retrying:
+    return Retrying(
+        wait=wait_exponential(multiplier=policy.base_s, exp_base=policy.factor, max=policy.cap_s),
+        stop=stop_after_attempt(policy.attempts_max) | stop_after_delay(policy.age_max_s),
+    )
+
+
+def _after(policy: RetryPolicy, attempts: int, elapsed_s: float) -> RetryCallState:
+    """A call state as tenacity would have it after `attempts` failures."""
+    if not math.isfinite(elapsed_s):
+        raise ValueError(f"elapsed_s must be finite, not {elapsed_s!r}")
+    state = RetryCallState(_retrying(policy), None, (), {})
+    state.attempt_number = attempts
+    state.start_time = 0.0
+    state.outcome_timestamp = elapsed_s
+    return state

@@ -1,0 +1,1 @@
+"""Cron expressions and schedules."""

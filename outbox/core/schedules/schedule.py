@@ -1,0 +1,176 @@
+"""Schedules: which ticks are published, and which are left out.
+
+A schedule is an event that is published again and again.  Its ticks are the moments
+at which its cron expression fires; each is decided once, in order, and `next_at` is
+the first that is not decided yet.  What is decided when a relay looks:
+
+    misfire   what is published of the ticks that are due
+    skip      those that are at most `grace_s` old
+    once      the newest one, which stands for all
+    all       each of them
+
+    overlap
+    allow     at once
+    wait      one at a time: while the last run is not delivered or given up in every
+              lane, nothing is decided, and ticks that come meanwhile are late
+
+On time there is one tick, and nothing to choose.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from outbox.core.model.event import (
+    KEY_BYTES_MAX,
+    TENANT_BYTES_MAX,
+    check_text,
+    check_type,
+    encode_headers,
+    encode_payload,
+)
+from outbox.core.model.text import cut
+from outbox.core.schedules.cron import Cron
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+Misfire = Literal["skip", "once", "all"]
+Overlap = Literal["allow", "wait"]
+
+NAME_HEADER, TIME_HEADER, RUN_HEADER = "X-Schedule", "X-Schedule-Time", "X-Schedule-Run"
+"""In each event of a schedule: its name, its tick (RFC 3339, in UTC), and in one that
+somebody asked for `by-hand`."""
+BY_HAND = "by-hand"
+
+NAME_CHARS_MAX = 100
+GRACE_S = 60.0
+"""Longer than a fail-over or a restart of the database takes."""
+GRACE_S_MAX = 366 * 86400.0
+HEADERS_BYTES_MAX = 7680
+"""An event's, without the room that our own take."""
+LOOK_MIN_S, LOOK_MAX_S, LOOK_SHARE = 1.0, 30.0, 0.1
+"""Between two looks at whether the last run is delivered: a share of how long it has
+gone on, within bounds."""
+
+# It is sent as a header.
+_NAME = re.compile(f"[A-Za-z0-9._-]{{1,{NAME_CHARS_MAX}}}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSettings:
+    """What a schedule is to be.
+
+    Raises:
+        UsageError: a setting is wrong; the message begins with its name.
+    """
+
+    name: str
+    cron: str
+    """Five fields, or a nickname such as @daily."""
+    timezone: str = "UTC"
+    """Of the IANA database."""
+    type: str
+    payload: Any = field(default_factory=dict)
+    """Of each event; bytes are taken as JSON text."""
+    key: str | None = None
+    tenant: str | None = None
+    headers: Mapping[str, str] | None = None
+    misfire: Misfire = "once"
+    grace_s: float = GRACE_S
+    """With `skip`: how late a tick may be published."""
+    overlap: Overlap = "allow"
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"name: {self.name[:120]!r} is not 1 to {NAME_CHARS_MAX} letters, digits, "
+                "dots, dashes or underscores"
+            )
+        Cron(self.cron, self.timezone)
+        check_type(self.type)
+        check_text("key", self.key, KEY_BYTES_MAX)
+        check_text("tenant", self.tenant, TENANT_BYTES_MAX)
+        _ = self.payload_json, self.headers_json
+        if self.misfire not in get_args(Misfire):
+            raise UsageError(f"misfire: must be one of {', '.join(get_args(Misfire))}")
+        if self.overlap not in get_args(Overlap):
+            raise UsageError(f"overlap: must be one of {', '.join(get_args(Overlap))}")
+        if not 0 <= self.grace_s <= GRACE_S_MAX:
+            raise UsageError(f"grace: {self.grace_s:g} s is not between 0 and a year")
+
+    @property
+    def payload_json(self) -> str:
+        """The payload as JSON text."""
+        return encode_payload(self.payload)
+
+    @property
+    def headers_json(self) -> str | None:
+        """The headers as JSON text; None when there are none."""
+        ours = {NAME_HEADER.lower(), TIME_HEADER.lower(), RUN_HEADER.lower()}
+        for name in self.headers or ():
+            if name.lower() in ours:
+                raise UsageError(f'headers: "{cut(name)}" tells of the schedule itself')
+        text = encode_headers(self.headers)
+        if text is not None and len(text) > HEADERS_BYTES_MAX:
+            raise UsageError(
+                f"headers: {len(text)} bytes as JSON, the limit is {HEADERS_BYTES_MAX}"
+            )
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What is decided at one look."""
+
+    ticks: tuple[datetime, ...]
+    """To be published, in order."""
+    next_at: datetime
+    """The first tick that is not decided; it may be due already."""
+    missed: tuple[datetime, datetime] | None = None
+    """Ticks that are left out: from the first one, to before the second."""
+
+
+def due(
+    cron: Cron,
+    next_at: datetime,
+    now: datetime,
+    *,
+    misfire: Misfire,
+    grace_s: float,
+    ticks_max: int,
+) -> Due:
+    """Decide on ticks that are due.
+
+    Args:
+        next_at: the first that is not decided.
+        ticks_max: publish at most so many; who has more goes on from there.
+    """
+    if next_at > now:
+        return Due((), next_at)
+    start = next_at
+    if misfire == "once":
+        start = cron.latest(next_at, now)
+    elif misfire == "skip":
+        oldest = now - timedelta(seconds=grace_s)
+        if oldest > next_at:
+            start = cron.next(oldest - timedelta.resolution)
+    # The first is one of them; those behind it follow.
+    ticks = (start, *islice(cron.between(start, now), ticks_max - 1)) if start <= now else ()
+    missed = (next_at, start) if start > next_at else None
+    return Due(ticks, cron.next(ticks[-1]) if ticks else start, missed)
+
+
+def wait_s(going_s: float) -> float:
+    """When to look again at a run that the next one waits for.
+
+    Args:
+        going_s: how long ago it was published.
+    """
+    return min(max(going_s * LOOK_SHARE, LOOK_MIN_S), LOOK_MAX_S)

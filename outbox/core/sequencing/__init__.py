@@ -1,0 +1,1 @@
+"""From committed events to numbered deliveries: gaps, routing, filter budgets, replays."""

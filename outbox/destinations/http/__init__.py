@@ -1,0 +1,1 @@
+"""HTTP destinations: name resolution, egress rules, TLS, connections, one attempt."""

@@ -1,0 +1,49 @@
+"""One attempt: what was prepared, signed for now, and where it goes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from outbox.destinations.interface import Request, Tls
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from outbox.core.delivery.message import Prepared
+    from outbox.core.delivery.signature import SigningKey
+    from outbox.destinations.http.egress import Network
+
+
+class Destination(Protocol):
+    """How requests to an endpoint are made."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def method(self) -> str: ...
+    @property
+    def connect_timeout_s(self) -> float: ...
+    @property
+    def total_timeout_s(self) -> float: ...
+    @property
+    def networks(self) -> tuple[Network, ...]: ...
+    @property
+    def ca(self) -> str | None: ...
+    @property
+    def identity(self) -> str | None: ...
+
+
+def addressed(
+    to: Destination, prepared: Prepared, number: int, timestamp: int, keys: Sequence[SigningKey]
+) -> Request:
+    """The attempt `number` (from 1), signed at `timestamp`, in epoch seconds."""
+    return Request(
+        to.url,
+        prepared.attempt(number, timestamp, keys),
+        prepared.body,
+        to.connect_timeout_s,
+        to.total_timeout_s,
+        to.method,
+        to.networks,
+        Tls(to.ca, to.identity) if to.ca or to.identity else None,
+    )

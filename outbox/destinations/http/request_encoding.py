@@ -1,0 +1,18 @@
+"""Requests as bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outbox.destinations.http.targets import Destination
+    from outbox.destinations.interface import Request
+
+
+def written(destination: Destination, request: Request) -> bytes:
+    """A request as it goes on the wire (RFC 9112)."""
+    head = (
+        f"{destination.head}{request.lines}Accept-Encoding: identity\r\n"
+        f"Content-Length: {len(request.body)}\r\n\r\n"
+    )
+    return head.encode() + request.body

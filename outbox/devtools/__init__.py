@@ -1,0 +1,1 @@
+"""Tools for development: embedded PostgreSQL, chaos runs, the demo, receiver conformance."""

@@ -1,0 +1,163 @@
+"""The server's temporary directory, and the sweeping of abandoned ones.
+
+    outbox-pg-k3x9/
+        owner       locked by the process that made it, for as long as it lives
+        log         what the server wrote
+        run/        the Unix socket; 0700
+        data/       the cluster, unless the caller has one; 0700
+        install/    a copy of the programs, when they had to be copied
+
+The lock says whether the owner is alive.  A process number would not: numbers
+are used again, and mean nothing to a container that shares the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from outbox.errors import CannotRun
+
+if TYPE_CHECKING:
+    from outbox.devtools.embedded.run_as_user import Account
+
+PREFIX = "outbox-pg-"
+SOCKET_NAME = ".s.PGSQL.5432"
+# sockaddr_un.sun_path with its closing zero: 108 bytes on Linux, 104 on BSD and macOS.
+SOCKET_PATH_BYTES_MAX = 107 if sys.platform == "linux" else 103
+# Between making a directory and locking it, no process takes longer than this.
+_UNLOCKED_AGE_S = 3600.0
+
+
+class Room:
+    """A new directory that belongs to this process, in `base` or where there is place.
+
+    Raises `CannotRun` when there is no place.
+    """
+
+    def __init__(self, account: Account | None, base: Path | None = None) -> None:
+        self.path, self._owner_fd = _make(_choose(_bases(base), account))
+        # The server's account has to pass through, though only to its own rooms.
+        self.path.chmod(0o755 if account else 0o700)
+
+    def remove(self) -> None:
+        """Remove everything in it; never fails."""
+        _empty(self.path)
+        with contextlib.suppress(OSError):
+            (self.path / "owner").unlink()
+            self.path.rmdir()
+        with contextlib.suppress(OSError):
+            os.close(self._owner_fd)
+
+
+def sweep(base: Path | None = None) -> None:
+    """Remove the directories of owners that are dead, as far as they are ours.
+
+    A server that outlived its owner (only where the kernel has no
+    parent-death signal) stops by itself within a minute of losing its files:
+    postgres looks for its own postmaster.pid.
+    """
+    for each in set(_bases(base)):
+        with contextlib.suppress(OSError):
+            for path in list(each.glob(f"{PREFIX}*")):
+                with contextlib.suppress(OSError):
+                    _sweep_one(path)
+
+
+def reaches(path: Path, account: Account | None) -> bool:
+    """Whether `account` may pass through every directory down to `path`."""
+    if account is None:
+        return True
+    return all(_passes(each.stat(), account) for each in [path, *path.parents])
+
+
+def _passes(found: os.stat_result, account: Account) -> bool:
+    if found.st_uid == account.uid:
+        return bool(found.st_mode & stat.S_IXUSR)
+    if found.st_gid == account.gid:
+        return bool(found.st_mode & stat.S_IXGRP)
+    return bool(found.st_mode & stat.S_IXOTH)
+
+
+def _bases(first: Path | None) -> list[Path]:
+    """Where temporary directories may be, the best first."""
+    usual = [Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")]  # noqa: S108
+    return [each.resolve() for each in ([first] if first else []) + usual]
+
+
+def _choose(bases: list[Path], account: Account | None) -> Path:
+    """The first of them that is short and open enough."""
+    name_bytes = len(os.fsencode(f"/{PREFIX}12345678/run/{SOCKET_NAME}"))
+    for base in bases:
+        writable = base.is_dir() and os.access(base, os.W_OK | os.X_OK)
+        short = len(os.fsencode(base)) + name_bytes <= SOCKET_PATH_BYTES_MAX
+        if writable and short and reaches(base, account):
+            return base
+    raise CannotRun(
+        "there is no place for temporary files that is short enough for a Unix socket and open "
+        "to the server's user: set TMPDIR to one"
+    )
+
+
+def _make(base: Path) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+        owner = path / "owner"
+        fd = os.open(owner, os.O_RDWR | os.O_CREAT, 0o600)
+        # A sweeper may have come between the two; it then removed the file.
+        if _lock(fd) and owner.exists() and owner.stat().st_ino == os.fstat(fd).st_ino:
+            os.write(fd, f"{os.getpid()}\n".encode())
+            return path, fd
+        os.close(fd)
+
+
+def _sweep_one(path: Path) -> None:
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
+    try:
+        fd = os.open(path / "owner", os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        if time.time() - found.st_mtime > _UNLOCKED_AGE_S:
+            shutil.rmtree(path, ignore_errors=True)
+        return
+    try:
+        if _lock(fd):
+            _empty(path)
+            # Last, so that what could not be removed now is tried again.
+            if [each.name for each in path.iterdir()] == ["owner"]:
+                (path / "owner").unlink()
+                path.rmdir()
+    finally:
+        os.close(fd)
+
+
+def _empty(path: Path) -> None:
+    for entry in list(path.iterdir()) if path.is_dir() else []:
+        if entry.name == "owner":
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _lock(fd: int) -> bool:
+    """Take the lock; False when a living process has it."""
+    import fcntl  # POSIX only
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True

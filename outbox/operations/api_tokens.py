@@ -1,0 +1,195 @@
+"""Tokens of the HTTP API: adding, listing and revoking them, and looking one up."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from outbox.core.model.api_token import SECRET_BYTES, digest, format_token, is_of
+from outbox.errors import Conflict, NotFound
+from outbox.store.connection.connect import map_errors
+from outbox.store.routing_change import write_journal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+    from asyncpg import Connection
+
+    from outbox.core.model.api_token import Scope, TokenSettings
+
+State = Literal["live", "expired", "revoked"]
+
+# Of what is kept of its secret only who looks one up is told.
+_COLUMNS = """
+SELECT id, name, scopes, tenant, created_at, created_by, expires_at, revoked_at, revoked_by,
+       last_used_at, {hash}
+       CASE WHEN revoked_at IS NOT NULL THEN 'revoked'
+            WHEN expires_at <= clock_timestamp() THEN 'expired'
+            ELSE 'live' END AS state
+  FROM token
+"""
+
+# By id, which is the order in which they were made: a name can come again.
+LIST_TOKENS = f"""
+{_COLUMNS.format(hash="")} WHERE id > $1 AND ($2 OR revoked_at IS NULL) ORDER BY id LIMIT $3
+"""
+
+# Through the unique index of hashes.  `stale`: that it is used was not written lately.
+FIND_TOKEN = f"""
+SELECT *, last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute' AS stale
+  FROM ({_COLUMNS.format(hash="hash,")} WHERE hash = $1) t
+"""  # noqa: S608 (constants only)
+
+# At most once a minute, whoever else has just done it.
+NOTE_USE = """
+UPDATE token SET last_used_at = clock_timestamp()
+ WHERE id = $1
+   AND (last_used_at IS NULL OR last_used_at < clock_timestamp() - interval '1 minute')
+"""
+
+# The name of a token that has expired is free; what it was stays, as a revoked one.
+END_EXPIRED = """
+UPDATE token SET revoked_at = expires_at, revoked_by = $2
+ WHERE name = $1 AND revoked_at IS NULL AND expires_at <= clock_timestamp()
+"""
+
+# Nothing, when there is a live one of that name.
+ADD_TOKEN = """
+INSERT INTO token (name, hash, scopes, tenant, created_by, expires_at)
+VALUES ($1, $2, $3, $4, $5, clock_timestamp() + make_interval(secs => $6))
+ON CONFLICT (name) WHERE revoked_at IS NULL DO NOTHING
+RETURNING id, created_at, expires_at
+"""  # noqa: S105 (no password)
+
+REVOKE_TOKEN = """
+UPDATE token SET revoked_at = clock_timestamp(), revoked_by = $2
+ WHERE name = $1 AND revoked_at IS NULL
+RETURNING id
+"""  # noqa: S105
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """A token as listings show it, without its secret, which nobody knows."""
+
+    id: int
+    name: str
+    state: State
+    scopes: tuple[Scope, ...]
+    tenant: str | None
+    created_at: datetime
+    created_by: str
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    revoked_by: str | None
+    last_used_at: datetime | None
+    """To the minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """What `add` made; the secret is shown this once."""
+
+    id: int
+    name: str
+    secret: str
+    scopes: tuple[Scope, ...]
+    tenant: str | None
+    created_at: datetime
+    expires_at: datetime | None
+
+
+async def add(
+    connection: Connection[Any], schema: str, settings: TokenSettings, *, actor: str
+) -> NewToken:
+    """Make a token.
+
+    Raises:
+        Conflict: there is a live one of that name.
+    """
+    secret = format_token(secrets.token_bytes(SECRET_BYTES))
+    with map_errors(schema, "operator"):
+        async with connection.transaction(isolation="read_committed"):
+            await connection.execute(END_EXPIRED, settings.name, actor)
+            made = await connection.fetchrow(
+                ADD_TOKEN,
+                settings.name,
+                digest(secret),
+                list(settings.scopes),
+                settings.tenant,
+                actor,
+                settings.expires_in_s,
+            )
+            if made is None:
+                raise Conflict(
+                    f'there is a token "{settings.name}" already; choose another name, or: '
+                    f"outbox token revoke {settings.name}"
+                )
+            told = {"name": settings.name, "scopes": settings.scopes, "tenant": settings.tenant}
+            await write_journal(connection, "token_added", actor, None, told)
+    return NewToken(
+        id=made["id"],
+        name=settings.name,
+        secret=secret,
+        scopes=settings.scopes,
+        tenant=settings.tenant,
+        created_at=made["created_at"],
+        expires_at=made["expires_at"],
+    )
+
+
+async def page(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    revoked: bool = False,
+    limit: int = 100,
+    after: int = 0,
+) -> list[TokenRow]:
+    """Tokens, the oldest first, at most `limit`, the ones behind `after`.
+
+    Args:
+        revoked: those that were revoked, too.
+    """
+    with map_errors(schema):
+        rows = await connection.fetch(LIST_TOKENS, after, revoked, limit)
+    return [_token(row) for row in rows]
+
+
+async def revoke(connection: Connection[Any], schema: str, name: str, *, actor: str) -> None:
+    """End a token; its name is free again.
+
+    Raises:
+        NotFound: there is no live one of that name.
+    """
+    with map_errors(schema, "operator"):
+        async with connection.transaction(isolation="read_committed"):
+            if await connection.fetchval(REVOKE_TOKEN, name, actor) is None:
+                raise NotFound(f'there is no token "{name}"; see: outbox token list')
+            await write_journal(connection, "token_revoked", actor, None, {"name": name})
+
+
+async def find(connection: Connection[Any], schema: str, secret: str) -> TokenRow | None:
+    """The token with this secret, whatever its state; that it is used is written."""
+    with map_errors(schema):
+        row = await connection.fetchrow(FIND_TOKEN, digest(secret))
+        if row is None or not is_of(secret, row["hash"]):
+            return None
+        if row["stale"] and row["state"] == "live":
+            await connection.execute(NOTE_USE, row["id"])
+    return _token(row)
+
+
+async def note_failed_logins(
+    connection: Connection[Any], schema: str, data: Mapping[str, Any]
+) -> None:
+    """Keep that somebody came without a good token, and how often."""
+    with map_errors(schema):
+        await write_journal(connection, "logins_failed", "admin", None, data)
+
+
+def _token(row: Any) -> TokenRow:
+    values = {name: row[name] for name in TokenRow.__slots__}
+    return TokenRow(**values | {"scopes": tuple(row["scopes"])})

@@ -1,0 +1,220 @@
+"""What a lane has delivered or given up, for a receiver that wants it again.
+
+Nothing here changes what is owed: a receiver that fetches a number has it, and that is
+all.  Numbers beyond what is acknowledged are on their way, and so are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.model.ids import lane_name
+from outbox.errors import NotFound
+from outbox.store.connection.connect import map_errors
+from outbox.store.lanes import READ_DELIVERIES, delivery_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from outbox.core.delivery.message import Delivery
+
+PAGE_MAX = 1000
+SEQUENCE_MAX = 2**62
+PAGE_BYTES_MAX = 1024 * 1024
+"""Payloads of a page, as they are stored; one delivery is given in any case."""
+
+# Each lane of an endpoint, with what was acknowledged after its checkpoint: a second's
+# worth.  OFFSET 0 keeps that a look into the lane's own partitions.
+READ_LANES = """
+SELECT l.id, l.endpoint_id, l.generation, l.slot, l.generation < e.generation AS ended,
+       c.last_seq, p.acked_seq, t.tail
+  FROM endpoint e
+  JOIN lane l ON l.endpoint_id = e.id
+  JOIN lane_progress p ON p.lane_id = l.id
+ CROSS JOIN LATERAL (
+       SELECT last_seq FROM lane_counter
+        WHERE lane_id = l.id ORDER BY last_seq DESC LIMIT 1) c
+ CROSS JOIN LATERAL (
+       SELECT array_agg(a.seq) AS tail
+         FROM (SELECT seq FROM attempt
+                WHERE lane_id = l.id AND batch >= p.floor_batch AND seq > p.acked_seq
+                  AND outcome = 'delivered' OFFSET 0) a) t
+ WHERE e.id = $1 AND e.state <> 'removed'
+   AND ($2::bigint IS NULL OR (l.generation = $2 AND l.slot = $3))
+   AND (l.generation, l.slot) > ($4::bigint, $5::int)
+ ORDER BY l.generation, l.slot LIMIT $6
+"""
+
+# The batch that a number of a lane is in, or one before it.  Numbers rise with batches,
+# so the bounds between which it lies are halved, some forty times, a look by index each.
+FIND_BATCH = """
+WITH RECURSIVE bounds AS (
+    SELECT 0::bigint AS low, (SELECT max(batch) FROM batch) + 1 AS high
+     UNION ALL
+    SELECT CASE WHEN found.seq <= $2 THEN middle ELSE low END,
+           CASE WHEN found.seq <= $2 THEN high ELSE middle END
+      FROM bounds
+     CROSS JOIN LATERAL (SELECT (low + high) / 2 AS middle OFFSET 0) half
+      LEFT JOIN LATERAL (
+           SELECT seq FROM delivery WHERE lane_id = $1 AND batch >= middle
+            ORDER BY batch, seq LIMIT 1) found ON true
+     WHERE high - low > 1)
+SELECT min(low) FROM bounds WHERE high - low <= 1
+"""
+
+# What of some numbers was given up; a range that began before them counts, too.
+READ_GIVEN_UP = """
+SELECT seq, to_seq, reason FROM dead_letter
+ WHERE lane_id = $1 AND seq <= $3 AND to_seq >= $2
+   AND seq >= coalesce((SELECT max(seq) FROM dead_letter WHERE lane_id = $1 AND seq <= $2), 0)
+ ORDER BY seq
+"""
+
+# The last number before one that was not given up, through all those that were.
+READ_PREVIOUS = """
+WITH RECURSIVE back AS (
+    SELECT $2::bigint - 1 AS seq
+     UNION ALL
+    SELECT d.seq - 1 FROM back CROSS JOIN LATERAL (
+           SELECT seq, to_seq FROM dead_letter
+            WHERE lane_id = $1 AND seq <= back.seq ORDER BY seq DESC LIMIT 1) d
+     WHERE d.to_seq >= back.seq)
+SELECT min(seq) FROM back
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A lane as its receiver may ask about it."""
+
+    id: int
+    endpoint_id: UUID
+    generation: int
+    slot: int
+    acknowledged: int
+    """Up to here everything was delivered or given up."""
+    last: int
+    """The last number that was given out."""
+    ended: bool
+    """Nothing will follow the last number."""
+
+    @property
+    def name(self) -> str:
+        """As receivers see it."""
+        return lane_name(self.endpoint_id, self.generation, self.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """One number of a lane."""
+
+    sequence: int
+    previous_sequence: int
+    given_up: str | None
+    """Why it was given up; None: it was delivered."""
+    delivery: Delivery | None
+    """None: the event was erased."""
+
+
+async def lanes(
+    connection: Connection[Any],
+    schema: str,
+    endpoint_id: UUID,
+    *,
+    after: tuple[int, int] = (0, -1),
+    limit: int = 100,
+) -> list[Lane]:
+    """Lanes of an endpoint, those of older generations first, behind a (generation, slot)."""
+    with map_errors(schema):
+        rows = await connection.fetch(READ_LANES, endpoint_id, None, None, *after, limit)
+    return [_lane(row) for row in rows]
+
+
+async def lane(connection: Connection[Any], schema: str, endpoint_id: UUID, name: str) -> Lane:
+    """The lane of this name.
+
+    Raises:
+        NotFound: the endpoint has none of that name.
+    """
+    prefix, _, rest = name.partition("-")
+    generation, _, slot = rest.partition("-")
+    if prefix == endpoint_id.hex[:12] and _is_number(generation) and _is_number(slot):
+        with map_errors(schema):
+            row = await connection.fetchrow(
+                READ_LANES, endpoint_id, int(generation), int(slot), 0, -1, 1
+            )
+        if row is not None:
+            return _lane(row)
+    raise NotFound(f'there is no lane "{name[:100]}" of this endpoint')
+
+
+async def page(
+    connection: Connection[Any], schema: str, lane: Lane, after: int, limit: int
+) -> list[Fetched]:
+    """The numbers of a lane behind `after`, at most `limit`, as far as they are kept.
+
+    The first one is higher than `after + 1` when what lies between is not kept any more.
+    """
+    with map_errors(schema):
+        batch = await connection.fetchval(FIND_BATCH, lane.id, after + 1)
+        rows = [
+            row
+            for row in await connection.fetch(
+                READ_DELIVERIES, [lane.id], [batch], [after], [limit], PAGE_BYTES_MAX
+            )
+            if row["seq"] <= lane.acknowledged
+        ]
+        if not rows:
+            return []
+        first, last = rows[0]["seq"], rows[-1]["seq"]
+        given_up = await connection.fetch(READ_GIVEN_UP, lane.id, first, last)
+        previous: int = await connection.fetchval(READ_PREVIOUS, lane.id, first)
+    return _fetched(lane, rows, given_up, previous)
+
+
+def _fetched(
+    lane: Lane, rows: Sequence[Any], given_up: Sequence[Any], previous: int
+) -> list[Fetched]:
+    found: list[Fetched] = []
+    reasons = iter(given_up)
+    covering = next(reasons, None)
+    for row in rows:
+        sequence = row["seq"]
+        while covering is not None and covering["to_seq"] < sequence:
+            covering = next(reasons, None)
+        is_given_up = covering is not None and covering["seq"] <= sequence
+        found.append(
+            Fetched(
+                sequence,
+                previous,
+                covering["reason"] if covering is not None and is_given_up else None,
+                None if row["payload"] is None else delivery_of(lane, row),
+            )
+        )
+        if not is_given_up:
+            previous = sequence
+    return found
+
+
+def _lane(row: Any) -> Lane:
+    acknowledged = row["acked_seq"]
+    tail = set(row["tail"] or ())
+    while acknowledged + 1 in tail:
+        acknowledged += 1
+    return Lane(
+        row["id"],
+        row["endpoint_id"],
+        row["generation"],
+        row["slot"],
+        acknowledged,
+        row["last_seq"],
+        row["ended"],
+    )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 16

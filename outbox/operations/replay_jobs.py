@@ -1,0 +1,186 @@
+"""Replay jobs as an operator looks at them, and how one is aborted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from outbox.core.model.ids import lane_name
+from outbox.errors import Conflict, NotFound
+from outbox.operations.tenancy import JOB_IS_OWN
+from outbox.store.connection.connect import map_errors
+from outbox.store.replay_feed import CANCEL_REPLAYS
+from outbox.store.routing_change import change, write_journal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+
+    from asyncpg import Connection
+
+State = Literal["running", "done", "aborted"]
+STATES: tuple[State, ...] = get_args(State)
+
+# How far a job is.  That of a backfill is told by the ids that it has passed, because
+# nobody knows beforehand how many of the events are for its endpoint; that of a lane by
+# numbers.  In a lane or on
+# the way is what the batch of the last helping gave to each part that has not ended.
+_JOBS = """
+SELECT j.id, j.kind, j.state, j.endpoint, j.types, j.tenant, j.reason, j.since, j.until,
+       j.rate_per_s, j.asked_at, j.asked_by, j.ended_at, p.*,
+       l.endpoint_id AS lane_endpoint, l.generation, l.slot,
+       CASE WHEN j.kind = 'lane' THEN p.least END AS from_sequence,
+       CASE WHEN j.kind = 'lane' THEN p.greatest END AS to_sequence,
+       CASE WHEN j.kind = 'dead' THEN p.taken + p.erased ELSE p.passed END AS done,
+       CASE WHEN j.kind = 'dead' THEN p.expected ELSE p.covered END AS all
+  FROM replay_job j
+  LEFT JOIN lane l ON l.id = j.lane_id
+ CROSS JOIN LATERAL (
+       SELECT min(first_id) AS least, max(last_id) AS greatest, count(*) AS endpoints,
+              count(*) FILTER (WHERE ended_at IS NULL) AS open,
+              coalesce(sum(taken), 0)::bigint AS taken,
+              coalesce(sum(erased), 0)::bigint AS erased,
+              coalesce(sum(expected), 0)::bigint AS expected,
+              coalesce(sum(next_id - first_id), 0)::bigint AS passed,
+              coalesce(sum(greatest(last_id - first_id + 1, 0)), 0)::bigint AS covered,
+              count(*) FILTER (WHERE why = 'disabled') AS disabled,
+              count(*) FILTER (WHERE why = 'removed') AS removed,
+              count(*) FILTER (WHERE why = 'unsubscribed') AS unsubscribed
+         FROM replay_part WHERE job_id = j.id) p
+"""
+
+READ_JOBS = f"""{_JOBS}
+ WHERE j.id > $1 AND j.state = ANY ($2)
+   AND ($4::text IS NULL OR {JOB_IS_OWN.format(job="j.id", tenant="$4")})
+ ORDER BY j.id LIMIT $3
+"""
+READ_JOB = f"""{_JOBS} WHERE j.id = $1"""
+
+LOCK_JOB = "SELECT state FROM replay_job WHERE id = $1 FOR UPDATE"
+ABORT_JOB = "UPDATE replay_job SET state = 'aborted', ended_at = clock_timestamp() WHERE id = $1"
+
+FIND_RELAY = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A replay job, and how far it is."""
+
+    id: int
+    kind: Literal["dead", "history", "lane"]
+    state: State
+    endpoint: str | None
+    lane: str | None
+    """Whose receiver asked for what it delivered, and for which numbers."""
+    from_sequence: int | None
+    to_sequence: int | None
+    types: tuple[str, ...] | None
+    tenant: str | None
+    reason: str | None
+    since: datetime | None
+    until: datetime | None
+    rate_per_s: float | None
+    asked_at: datetime
+    asked_by: str
+    ended_at: datetime | None
+    endpoints: int
+    open: int
+    """Endpoints where something is left, or still on its way."""
+    taken: int
+    """Deliveries that were made."""
+    erased: int
+    """Passed over, because their events are gone."""
+    done: int
+    """Of `all`: dead letters' numbers, a lane's, or ids of events that were looked at; of
+    these a tenant is told hundredths."""
+    all: int
+    stopped: dict[str, int]
+    """Endpoints where it ended before its time, by reason."""
+
+    @property
+    def share(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        if self.state == "done":
+            return 1.0
+        return min(self.done / self.all, 1.0) if self.all else 0.0
+
+
+async def page(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    states: Sequence[State] = STATES,
+    tenant: str | None = None,
+    limit: int = 100,
+    after: int = 0,
+) -> list[Job]:
+    """Jobs by id, at most `limit`, the ones behind `after`.
+
+    Args:
+        tenant: only those about its own endpoints alone.
+    """
+    with map_errors(schema):
+        rows = await connection.fetch(READ_JOBS, after, list(states), limit, tenant)
+    return [_job(row) for row in rows]
+
+
+async def get(connection: Connection[Any], schema: str, job_id: int) -> Job:
+    """One job.
+
+    Raises:
+        NotFound: there is none with this id.
+    """
+    with map_errors(schema):
+        row = await connection.fetchrow(READ_JOB, job_id)
+    if row is None:
+        raise _no_such(job_id)
+    return _job(row)
+
+
+async def any_relay(connection: Connection[Any]) -> bool:
+    """Whether somebody is there to work on jobs."""
+    return bool(await connection.fetchval(FIND_RELAY))
+
+
+async def abort(connection: Connection[Any], schema: str, job_id: int, *, actor: str) -> Job:
+    """Have nothing more taken of a job; what is in lanes already goes on.
+
+    Raises:
+        NotFound: there is none with this id.
+        Conflict: it has ended.
+    """
+    async with change(connection, schema):
+        state = await connection.fetchval(LOCK_JOB, job_id)
+        if state is None:
+            raise _no_such(job_id)
+        if state != "running":
+            text = "is done" if state == "done" else "was aborted already"
+            raise Conflict(f"replay job {job_id} {text}; see: outbox replay show {job_id}")
+        await connection.execute(CANCEL_REPLAYS, None, job_id)
+        await connection.execute(ABORT_JOB, job_id)
+        job = _job(await connection.fetchrow(READ_JOB, job_id))
+        await write_journal(
+            connection, "replay_aborted", actor, None, {"job": job_id, "taken": job.taken}
+        )
+    return job
+
+
+def _job(row: Any) -> Job:
+    values = dict(row)
+    types = values["types"]
+    stopped = {why: values.pop(why) for why in ("disabled", "removed", "unsubscribed")}
+    others = ("stopped", "types", "lane")
+    names = {name: values[name] for name in Job.__slots__ if name not in others}
+    lane = None
+    if values["lane_endpoint"] is not None:
+        lane = lane_name(values["lane_endpoint"], values["generation"], values["slot"])
+    return Job(
+        **names,
+        lane=lane,
+        types=None if types is None else tuple(types),
+        stopped={why: n for why, n in stopped.items() if n},
+    )
+
+
+def _no_such(job_id: int) -> NotFound:
+    return NotFound(f"there is no replay job {job_id}; see: outbox replay list")

@@ -1,0 +1,189 @@
+"""Schedules: looking at them, and at events that wait for their time."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from outbox.core.schedules.cron import Cron
+from outbox.errors import NotFound, UsageError
+from outbox.store.connection.connect import map_errors
+
+if TYPE_CHECKING:
+    from datetime import datetime
+    from uuid import UUID
+
+    from asyncpg import Connection, Record
+
+COLUMNS = """
+name, cron, timezone, type, key, tenant, misfire, grace_s, overlap, state, state_at, state_by,
+state_why, next_at, last_at, last_run_at, last_event_id, created_at, clock_timestamp() AS now,
+state = 'active' AND overlap = 'wait' AND last_outbox_id IS NOT NULL
+    AND next_at <= clock_timestamp() AND look_at > next_at AS waits
+"""
+
+# Without payloads, each of which may be large.
+PAGE = f"""
+SELECT {COLUMNS}, NULL AS payload_json, NULL AS headers_json FROM schedule
+ WHERE ($1::text IS NULL OR name COLLATE "C" > $1) AND ($3::text IS NULL OR tenant = $3)
+ ORDER BY name COLLATE "C" LIMIT $2
+"""  # noqa: S608 (constants only)
+
+GET = f"""
+SELECT {COLUMNS}, payload::text AS payload_json, headers::text AS headers_json
+  FROM schedule WHERE name = $1
+"""  # noqa: S608
+
+# For a name that nobody has: which one was meant.
+READ_NAMES = "SELECT name FROM schedule LIMIT 10000"
+
+# Counted only so far: there may be a million.
+READ_FUTURE = """
+SELECT (SELECT count(*) FROM (SELECT FROM future_event LIMIT $1 + 1) counted) AS events,
+       (SELECT deliver_at FROM future_event ORDER BY deliver_at, id LIMIT 1) AS first_at,
+       clock_timestamp() AS now
+"""
+
+COUNT_MAX = 10_000
+NEXT_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule, and how it stands; JSON is parsed."""
+
+    name: str
+    cron: str
+    timezone: str
+    type: str
+    key: str | None
+    tenant: str | None
+    payload: Any
+    """None, as the headers, in a page of many."""
+    headers: dict[str, str] | None
+    misfire: str
+    grace_s: float
+    overlap: str
+    state: str
+    state_at: datetime
+    state_by: str | None
+    state_why: str | None
+    next_at: datetime | None
+    """None: it is paused."""
+    last_at: datetime | None
+    """The tick that was published last."""
+    last_run_at: datetime | None
+    last_event: UUID | None
+    waits: bool
+    """It is due, and waits until that event was delivered or given up wherever it goes."""
+    created_at: datetime
+    now: datetime
+    """When it was looked at."""
+
+    def next_runs(self, count: int = NEXT_SHOWN) -> list[datetime]:
+        """The next ones, in its zone; none when it is paused."""
+        if self.next_at is None:
+            return []
+        try:
+            cron = Cron(self.cron, self.timezone)
+        except UsageError:  # Of a zone that is not known here.
+            return [self.next_at]
+        runs = [self.next_at, *islice(cron.after(self.next_at), count - 1)]
+        return [at.astimezone(cron.zone) for at in runs]
+
+
+@dataclass(frozen=True, slots=True)
+class Future:
+    """Events that wait for their time."""
+
+    events: int
+    """Above `COUNT_MAX`: more than that."""
+    first_at: datetime | None
+    now: datetime
+
+
+async def page(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    tenant: str | None = None,
+    limit: int = 100,
+    after: str | None = None,
+) -> list[Schedule]:
+    """Schedules by name, at most `limit`, the ones behind `after`.
+
+    Args:
+        tenant: only those that publish for it.
+    """
+    with map_errors(schema):
+        return [_schedule(row) for row in await connection.fetch(PAGE, after, limit, tenant)]
+
+
+async def get(connection: Connection[Any], schema: str, name: str) -> Schedule:
+    """One schedule.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    with map_errors(schema):
+        return await read(connection, name)
+
+
+async def future(connection: Connection[Any], schema: str) -> Future:
+    """How many events wait for their time, and when the first is due."""
+    with map_errors(schema):
+        return Future(**dict(await connection.fetchrow(READ_FUTURE, COUNT_MAX)))
+
+
+# ------------------------------------------------------------------ details
+
+
+async def read(connection: Connection[Any], name: str) -> Schedule:
+    """One schedule, in the caller's transaction.
+
+    Raises:
+        NotFound: there is none of that name.
+    """
+    row = await connection.fetchrow(GET, name)
+    if row is None:
+        raise await not_found(connection, name)
+    return _schedule(row)
+
+
+async def not_found(connection: Connection[Any], name: str) -> NotFound:
+    """The error for a name that no schedule has."""
+    names = [row["name"] for row in await connection.fetch(READ_NAMES)]
+    near = difflib.get_close_matches(name, names, 1)
+    hint = f'did you mean "{near[0]}"?' if near else "see: outbox schedule list"
+    return NotFound(f'there is no schedule "{name}"; {hint}')
+
+
+def _schedule(row: Record) -> Schedule:
+    return Schedule(
+        name=row["name"],
+        cron=row["cron"],
+        timezone=row["timezone"],
+        type=row["type"],
+        key=row["key"],
+        tenant=row["tenant"],
+        payload=row["payload_json"] and orjson.loads(row["payload_json"]),
+        headers=row["headers_json"] and orjson.loads(row["headers_json"]),
+        misfire=row["misfire"],
+        grace_s=row["grace_s"],
+        overlap=row["overlap"],
+        state=row["state"],
+        state_at=row["state_at"],
+        state_by=row["state_by"],
+        state_why=row["state_why"],
+        next_at=row["next_at"] if row["state"] == "active" else None,
+        last_at=row["last_at"],
+        last_run_at=row["last_run_at"],
+        last_event=row["last_event_id"],
+        waits=row["waits"],
+        created_at=row["created_at"],
+        now=row["now"],
+    )

@@ -1,0 +1,388 @@
+"""The audit behind `outbox verify`: the promises, asked of the database itself.
+
+Every check is one query that returns the exceptions to a promise, as text.
+All run in one snapshot, so a relay may work meanwhile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox.core.sequencing.partition_window import WIDTH
+from outbox.operations.verify.repair_rules import WHOLE
+from outbox.store.routing import RESENT
+from outbox.store.type_match import FILTER_MET, MATCHES
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asyncpg import Connection
+
+EXAMPLES_MAX = 5
+
+# A filter that could not be evaluated counts as met, and the journal says so.
+# It is looked at last, and only for what does not meet its filter.
+_MAY_MEET = f"""
+    ({FILTER_MET} IS NOT FALSE OR EXISTS (
+        SELECT FROM journal j
+         WHERE j.kind = 'filter_given_up' AND j.data ->> 'filter' = s.filter
+           AND (j.data ->> 'from_batch')::bigint <= d.batch))
+"""
+
+# Which kinds of events a subscription is for.  There are few kinds, and to ask for
+# every event about every subscription takes an hour where this takes seconds.
+_WANTED = f"""
+kinds AS MATERIALIZED (SELECT DISTINCT tenant, type FROM outbox),
+wanted AS MATERIALIZED (
+    SELECT s.endpoint_id, s.from_batch, s.to_batch, s.filter, o.tenant, o.type
+      FROM subscription s JOIN kinds o ON {MATCHES})
+"""  # noqa: S608 (constants only)
+
+# Where what is kept begins; a period that is dropped may still be there for a while.
+# The log tells how events were sequenced that are above its first `high`, or late.
+_KEPT = f"""
+kept AS MATERIALIZED (
+    SELECT e.id, l.number * {WIDTH} AS batch, l.high
+      FROM period l, (SELECT min(number) * {WIDTH} AS id FROM period
+                       WHERE kind = 'events' AND dropped_at IS NULL) e
+     WHERE l.kind = 'log' AND l.dropped_at IS NULL ORDER BY l.number LIMIT 1)
+"""  # noqa: S608 (constants only)
+_FIRST_ID, _FIRST_BATCH = "(SELECT id FROM kept)", "(SELECT batch FROM kept)"
+
+# In which batch every committed event was sequenced: as a late one, or when
+# the cursor passed it.  Ids in open gaps are not sequenced yet.
+# width_bucket finds the batch by binary search; a join would be quadratic.
+# MATERIALIZED, or the batch is worked out anew for every subscription; and the
+# arrays are scalar subqueries, or every row of a join would carry a copy of them.
+_SEQUENCED = f"""
+{_KEPT},
+late AS MATERIALIZED (
+    SELECT b.batch, generate_series(lower(r), upper(r) - 1) AS id
+      FROM batch b, unnest(b.found) r WHERE b.batch >= {_FIRST_BATCH}),
+open AS (
+    SELECT int8range(lo, hi, '[]') AS ids FROM gap
+    UNION ALL
+    SELECT r FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b, unnest(b.young) r),
+passed AS (
+    SELECT array_agg(high ORDER BY high) AS highs, array_agg(batch ORDER BY high) AS batches
+      FROM (SELECT high, min(batch) AS batch FROM batch GROUP BY high) first),
+reached AS MATERIALIZED (
+    SELECT id, tenant, type,
+           (SELECT batches FROM passed)[
+               width_bucket(id - 1, (SELECT highs FROM passed)) + 1] AS batch
+      FROM outbox WHERE id <= (SELECT max(high) FROM batch) AND id >= {_FIRST_ID}),
+sequenced AS MATERIALIZED (
+    SELECT r.id, r.tenant, r.type, coalesce(late.batch, r.batch) AS batch
+      FROM reached r LEFT JOIN late ON late.id = r.id
+     WHERE NOT EXISTS (SELECT FROM open WHERE open.ids @> r.id)
+       AND (late.id IS NOT NULL OR r.id > (SELECT high FROM kept)))
+"""  # noqa: S608
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A promise, and the query for the exceptions to it."""
+
+    name: str
+    promise: str
+    query: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found."""
+
+    check: Check
+    violations: int
+    examples: tuple[str, ...]
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "lost",
+        "no committed event was taken for one that will never appear",
+        """
+        SELECT format('event %s was declared dead by batch %s', o.id, b.batch)
+          FROM batch b, unnest(b.dead) r, outbox o
+         WHERE o.id >= lower(r) AND o.id < upper(r)
+        """,
+    ),
+    # Both books are added up rather than joined: the planner cannot know how many rows
+    # there are of either, and a nested loop over them would never end.
+    Check(
+        "complete",
+        "every committed event has one delivery for each endpoint that subscribed to it",
+        f"""
+        WITH {_SEQUENCED}, {_WANTED}
+        SELECT format('event %s has %s deliveries for endpoint %s', id, sum(given),
+                      (SELECT name FROM endpoint e WHERE e.id = endpoint_id))
+          FROM (SELECT q.id, s.endpoint_id, q.batch, true AS owed, 0 AS given
+                  FROM sequenced q
+                  JOIN wanted s ON s.type = q.type
+                   AND coalesce(s.tenant, '') = coalesce(q.tenant, '')
+                   AND s.from_batch <= q.batch AND (s.to_batch IS NULL OR q.batch < s.to_batch)
+                 WHERE s.filter IS NULL
+                    OR (SELECT meets(o.payload, s.filter) FROM outbox o WHERE o.id = q.id)
+                UNION ALL
+                SELECT d.outbox_id, l.endpoint_id, d.batch, false, 1
+                  FROM delivery d JOIN lane l ON l.id = d.lane_id
+                 WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
+                   AND d.batch >= {_FIRST_BATCH} AND d.outbox_id >= {_FIRST_ID}) both_books
+         GROUP BY id, endpoint_id, batch HAVING bool_or(owed) AND sum(given) <> 1
+        """,  # noqa: S608 (constants only)
+    ),
+    Check(
+        "real",
+        "every delivery is of a committed event that its endpoint subscribed to",
+        f"""
+        WITH {_KEPT}
+        SELECT format('lane %s number %s: event %s', d.lane_id, d.seq, d.outbox_id)
+          FROM delivery d
+          JOIN lane l ON l.id = d.lane_id
+          LEFT JOIN outbox o ON o.id = d.outbox_id
+         WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
+           AND d.batch >= {_FIRST_BATCH} AND d.outbox_id >= {_FIRST_ID}
+           AND NOT coalesce(EXISTS (
+                 SELECT FROM subscription s
+                  WHERE s.endpoint_id = l.endpoint_id AND s.from_batch <= d.batch
+                    AND (s.to_batch IS NULL OR d.batch < s.to_batch) AND {MATCHES}
+                    AND {_MAY_MEET}), false)
+        """,  # noqa: S608 (constants only)
+    ),
+    Check(
+        "once",
+        "no event was given two numbers in one endpoint, apart from replays and backfills",
+        """
+        SELECT format('event %s has numbers in endpoint %s: %s', d.outbox_id, l.endpoint_id,
+                      string_agg(d.seq::text, ', '))
+          FROM delivery d JOIN lane l ON l.id = d.lane_id
+         WHERE d.replay_id IS NULL AND d.backfill_id IS NULL
+         GROUP BY d.outbox_id, l.endpoint_id HAVING count(*) > 1
+        """,
+    ),
+    # Each of very many replays is a look by index into a delivery's lane: as joins these
+    # would be planned for the few rows that the planner knows of, and be quadratic.
+    Check(
+        "replayed",
+        "every number sent again has one new delivery, of the same event, in order",
+        f"""
+        WITH {_KEPT}
+        SELECT format('replay %s: %s deliveries of %s numbers from %s on', r.id, d.n,
+                      r.next_seq - x.seq, x.seq)
+          FROM replay r
+         CROSS JOIN LATERAL (SELECT seq FROM dead_letter WHERE id = r.dead_id OFFSET 0) x
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS n, count(DISTINCT replay_seq) AS numbers,
+                      coalesce(min(replay_seq), r.next_seq) AS first, max(replay_seq) AS last
+                 FROM delivery WHERE replay_id = r.id AND batch >= {_FIRST_BATCH}) d
+         WHERE d.n <> r.next_seq - d.first OR d.numbers <> d.n OR d.last >= r.next_seq
+            OR NOT CASE {_FIRST_BATCH} WHEN 0 THEN d.first = x.seq ELSE d.first >= x.seq END
+        UNION ALL
+        SELECT format('lane %s number %s stands for number %s of replay %s', d.lane_id, d.seq,
+                      d.replay_seq, d.replay_id)
+          FROM (SELECT *, lag(replay_seq) OVER (
+                       PARTITION BY replay_id, lane_id ORDER BY seq) AS replay_seq_before
+                  FROM delivery WHERE replay_id IS NOT NULL) d
+         CROSS JOIN LATERAL (SELECT endpoint_id FROM lane WHERE id = d.lane_id OFFSET 0) l
+          LEFT JOIN LATERAL (
+               SELECT x.*, r.job_id, r.dead_id IS NULL AS is_resent, r.endpoint_id AS its_endpoint
+                 FROM replay r LEFT JOIN dead_letter x ON x.id = r.dead_id
+                WHERE r.id = d.replay_id OFFSET 0) x ON true
+          LEFT JOIN LATERAL (
+               SELECT outbox_id, backfill_id FROM delivery
+                WHERE x.outbox_id IS NULL AND lane_id = x.lane_id AND batch >= x.batch
+                  AND seq = d.replay_seq LIMIT 1) was ON true
+         WHERE x.its_endpoint IS DISTINCT FROM l.endpoint_id
+            OR d.replay_seq <= d.replay_seq_before
+            OR x.is_resent AND d.backfill_id IS DISTINCT FROM x.job_id
+            OR NOT x.is_resent
+               AND (x.outbox_id IS NOT NULL OR was.outbox_id IS NOT NULL OR {_FIRST_BATCH} = 0)
+               AND (coalesce(x.outbox_id, was.outbox_id) IS DISTINCT FROM d.outbox_id
+                    OR coalesce(x.backfill_id, was.backfill_id) IS DISTINCT FROM d.backfill_id)
+        """,  # noqa: S608
+    ),
+    # Both books are added up, as above.  What was erased may have been passed over.
+    Check(
+        "resent",
+        "of what a receiver asked for again, each number that was delivered came once more",
+        f"""
+        WITH {_KEPT},
+        asked AS MATERIALIZED (
+            SELECT r.id, j.lane_id, p.first_id, r.next_seq,
+                   p.first_id >= (SELECT seq FROM delivery
+                                   WHERE lane_id = j.lane_id AND batch >= {_FIRST_BATCH}
+                                   ORDER BY batch, seq LIMIT 1) AS is_kept
+              FROM replay r JOIN replay_job j ON j.id = r.job_id AND j.kind = 'lane'
+              JOIN replay_part p ON p.job_id = j.id)
+        SELECT format('replay %s: number %s with event %s came %s times', id, seq, outbox_id,
+                      sum(given))
+          FROM (SELECT a.id, d.seq, d.outbox_id, a.is_kept, 1 AS owed, 0 AS given,
+                       EXISTS (SELECT FROM outbox
+                                WHERE id = d.outbox_id AND payload IS NOT NULL) AS must
+                  FROM asked a
+                  JOIN delivery d ON d.lane_id = a.lane_id AND d.seq >= a.first_id
+                   AND d.seq < a.next_seq AND d.batch >= {_FIRST_BATCH}
+                 WHERE {RESENT.format(d="d", lane="a.lane_id", first="a.first_id")}
+                 UNION ALL
+                SELECT a.id, d.replay_seq, d.outbox_id, a.is_kept, 0, 1, false
+                  FROM asked a JOIN delivery d ON d.replay_id = a.id
+                 WHERE d.batch >= {_FIRST_BATCH}) both_books
+         GROUP BY id, seq, outbox_id
+        HAVING sum(given) > 1
+            OR bool_or(is_kept)
+               AND (sum(given) > sum(owed) OR bool_or(must) AND sum(given) = 0)
+        """,  # noqa: S608
+    ),
+    Check(
+        "backfilled",
+        "a backfill gives its endpoint what it covers, each event once, in order in each lane",
+        f"""
+        WITH {_KEPT}
+        SELECT format('backfill %s: %s deliveries, not %s', p.job_id, d.n, p.taken)
+          FROM replay_part p
+          JOIN replay_job j ON j.id = p.job_id AND j.kind = 'history'
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS n FROM delivery
+                WHERE backfill_id = p.job_id AND replay_id IS NULL
+                  AND batch >= {_FIRST_BATCH}) d
+         WHERE d.n > p.taken OR d.n < p.taken AND {_FIRST_BATCH} = 0
+        UNION ALL
+        SELECT format('lane %s number %s: event %s of backfill %s', d.lane_id, d.seq,
+                      d.outbox_id, d.backfill_id)
+          FROM (SELECT *, lag(outbox_id) OVER (
+                          PARTITION BY backfill_id, lane_id ORDER BY seq) AS before,
+                       count(*) OVER (PARTITION BY backfill_id, outbox_id) AS times
+                  FROM delivery WHERE backfill_id IS NOT NULL AND replay_id IS NULL) d
+         CROSS JOIN LATERAL (SELECT endpoint_id FROM lane WHERE id = d.lane_id OFFSET 0) l
+          LEFT JOIN LATERAL (
+               SELECT p.endpoint_id, p.first_id, p.next_id, j.gaps
+                 FROM replay_part p JOIN replay_job j ON j.id = p.job_id AND j.kind = 'history'
+                WHERE p.job_id = d.backfill_id OFFSET 0) p ON true
+         WHERE p.endpoint_id IS DISTINCT FROM l.endpoint_id OR d.times > 1
+            OR d.outbox_id <= d.before OR d.outbox_id < p.first_id OR d.outbox_id >= p.next_id
+            OR p.gaps @> d.outbox_id
+        """,  # noqa: S608
+    ),
+    Check(
+        "numbered",
+        "in every lane the numbers are 1, 2, 3 … without holes, as far back as they are kept",
+        f"""
+        WITH {_KEPT}
+        SELECT format('lane %s: counter %s, %s deliveries from %s to %s', c.lane_id, c.last_seq,
+                      count(d.seq), min(d.seq), max(d.seq))
+          FROM lane_counter c JOIN lane_progress p ON p.lane_id = c.lane_id
+          LEFT JOIN delivery d ON d.lane_id = c.lane_id AND d.batch >= {_FIRST_BATCH}
+         GROUP BY c.lane_id, c.last_seq, p.lane_id
+        HAVING count(DISTINCT d.seq) <> count(d.seq)
+            OR count(d.seq) <> c.last_seq + 1 - coalesce(min(d.seq), c.last_seq + 1)
+            OR coalesce(max(d.seq), c.last_seq) <> c.last_seq
+            OR coalesce(min(d.seq), c.last_seq + 1)
+               > CASE {_FIRST_BATCH} WHEN 0 THEN 1 ELSE p.acked_seq + 1 END
+        """,  # noqa: S608 (constants only)
+    ),
+    Check(
+        "accounted",
+        "every number that a lane passed was delivered or given up, and not both",
+        f"""
+        WITH {_KEPT}
+        SELECT format('lane %s number %s: %s successes, %s dead letters', d.lane_id, d.seq,
+                      (a.n > 0)::int, x.n)
+          FROM lane_progress p
+          JOIN delivery d ON d.lane_id = p.lane_id AND d.seq <= p.acked_seq
+           AND d.batch >= {_FIRST_BATCH}
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS n FROM attempt a
+                WHERE a.lane_id = d.lane_id AND a.batch = d.batch AND a.seq = d.seq
+                  AND a.outcome = 'delivered') a
+         CROSS JOIN LATERAL (
+               SELECT count(*) AS n FROM dead_letter x
+                WHERE x.lane_id = d.lane_id AND d.seq BETWEEN x.seq AND x.to_seq) x
+         WHERE (a.n > 0)::int + x.n <> 1
+        """,  # noqa: S608
+    ),
+    Check(
+        "in order",
+        "behind a lane's checkpoint the acknowledged numbers follow one another",
+        """
+        SELECT format('lane %s: acknowledged %s after checkpoint %s', t.lane_id, t.seq, t.acked_seq)
+          FROM (SELECT p.lane_id, p.acked_seq, a.seq,
+                       dense_rank() OVER (PARTITION BY p.lane_id ORDER BY a.seq) AS nth
+                  FROM lane_progress p
+                  JOIN attempt a ON a.lane_id = p.lane_id AND a.batch >= p.floor_batch
+                   AND a.seq > p.acked_seq AND a.outcome = 'delivered') t
+         WHERE t.seq <> t.acked_seq + t.nth
+        """,
+    ),
+    Check(
+        "gaps",
+        "open gaps lie below the cursor and do not overlap",
+        """
+        WITH open AS (
+            SELECT int8range(lo, hi, '[]') AS ids FROM gap
+            UNION ALL
+            SELECT r FROM (SELECT young FROM batch ORDER BY batch DESC LIMIT 1) b,
+                          unnest(b.young) r)
+        SELECT format('gap %s', a.ids) FROM open a
+         WHERE upper(a.ids) > (SELECT max(high) FROM batch) + 1
+            OR (SELECT count(*) FROM open b WHERE b.ids && a.ids) > 1
+        """,
+    ),
+    Check(
+        "owned",
+        "the journal tells the same owners and endpoints as the tables",
+        """
+        SELECT format('endpoint %s: epoch %s, journal %s', o.endpoint_id, o.epoch, j.epoch)
+          FROM ownership o
+          LEFT JOIN LATERAL (
+               SELECT max((data ->> 'epoch')::bigint) AS epoch FROM journal j
+                WHERE j.endpoint_id = o.endpoint_id
+                  AND j.kind IN ('endpoint_claimed', 'endpoint_freed')) j ON true
+         WHERE o.epoch <> coalesce(j.epoch, 0)
+        UNION ALL
+        SELECT format('endpoint %s is %s, journal: %s', e.id, e.state, j.kind)
+          FROM endpoint e
+          LEFT JOIN LATERAL (
+               SELECT kind FROM journal j
+                WHERE j.endpoint_id = e.id AND j.kind IN (
+                      'endpoint_added', 'endpoint_paused', 'endpoint_resumed', 'endpoint_enabled',
+                      'endpoint_disabling', 'endpoint_disabled', 'endpoint_removing',
+                      'endpoint_removed')
+                ORDER BY j.id DESC LIMIT 1) j ON true
+         WHERE NOT CASE j.kind
+               WHEN 'endpoint_added' THEN e.state = 'active'
+               WHEN 'endpoint_resumed' THEN e.state = 'active'
+               WHEN 'endpoint_enabled' THEN e.state IN ('active', 'paused')
+               ELSE 'endpoint_' || e.state = coalesce(j.kind, '') END
+        """,
+    ),
+    Check(
+        "whole",
+        "every row that something needs is there, and nothing is left of what ended",
+        WHOLE,
+    ),
+)
+
+COUNTS = """
+SELECT (SELECT count(*) FROM outbox) AS events,
+       (SELECT count(*) FROM delivery) AS deliveries,
+       (SELECT count(*) FROM attempt) AS attempts,
+       (SELECT count(*) FROM dead_letter) AS dead_letters,
+       (SELECT count(*) FROM lane) AS lanes
+"""
+
+
+async def audit(connection: Connection[Any]) -> AsyncIterator[Finding]:
+    """Run every check in one snapshot; yields what each found, in order."""
+    async with connection.transaction(isolation="repeatable_read", readonly=True):
+        for check in CHECKS:
+            row = await connection.fetchrow(
+                f"SELECT count(*) AS n, (array_agg(what))[1:{EXAMPLES_MAX}] AS examples "  # noqa: S608
+                f"FROM ({check.query}) AS exceptions(what)"
+            )
+            yield Finding(check, row["n"], tuple(row["examples"] or ()))
+
+
+async def counts(connection: Connection[Any]) -> dict[str, int]:
+    """How much the audit is about."""
+    return dict(await connection.fetchrow(COUNTS))

@@ -1,0 +1,1 @@
+"""Publishing from an application, in the caller's transaction."""

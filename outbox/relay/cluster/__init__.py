@@ -1,0 +1,1 @@
+"""The tasks that keep a lease, own endpoints and watch connections."""

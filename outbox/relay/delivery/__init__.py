@@ -1,0 +1,1 @@
+"""The tasks that send deliveries and record their attempts."""

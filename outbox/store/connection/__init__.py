@@ -1,0 +1,1 @@
+"""Connections: addresses, session settings, migrations, encrypted secrets."""

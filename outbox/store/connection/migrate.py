@@ -1,0 +1,406 @@
+"""Brings a schema to this version: numbered plain SQL, each file once.
+
+What was applied stands in the schema's own table `migration`.  An advisory
+lock of the transaction, keyed by the schema's name, makes one of several
+migrators do the work and the others find it done.
+
+A file whose first line is `-- Programs of version N go on working.` can be
+applied while older programs run: those whose own files end with N or later.
+They find a schema that is newer than they are, and work with it, so relays can
+be replaced one by one.  Without that line nobody older does; applying the file
+then ends the lease of every relay, and who comes back is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+
+from outbox.core.model.schema_name import migrate_command, schema_missing
+from outbox.core.model.sql_names import quote_ident, quote_literal, schema_name, search_path
+from outbox.errors import CannotRun, SchemaMissing, SchemaTooNew, UsageError
+from outbox.store.connection.connect import map_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.resources.abc import Traversable
+
+    from asyncpg import Connection
+
+_GO_ON_WORKING = re.compile(r"-- Programs of version ([0-9]+) go on working\.\n")
+
+PAYLOAD_BYTES_RANGE = (1536, 67_108_864)
+"""What `set_payload_bytes_max` takes."""
+
+# One migrator at a time for each schema; the lock goes with the transaction.
+LOCK = "pg_advisory_xact_lock(hashtextextended('outbox migrate ' || {}, 0))"
+
+FIND_SCHEMA = "SELECT EXISTS (SELECT FROM pg_namespace WHERE nspname = $1)"
+
+WHO_AM_I = "SELECT current_user AS role, current_database() AS database"
+
+# The history table of exactly this schema, whatever the search path.
+FIND_HISTORY = """
+SELECT EXISTS (SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+                WHERE n.nspname = $1 AND c.relname = 'migration' AND c.relkind = 'r')
+"""
+
+CREATE_HISTORY = """CREATE TABLE IF NOT EXISTS migration (
+    version    integer     PRIMARY KEY,
+    name       text        NOT NULL,
+    checksum   text        NOT NULL,
+    works_from integer     NOT NULL,  -- the oldest programs that go on working
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp()
+)"""
+
+READ_HISTORY = "SELECT version, checksum, works_from FROM {schema}.migration ORDER BY version"
+
+WRITE_HISTORY = (
+    "INSERT INTO migration (version, name, checksum, works_from) VALUES ({}, {}, {}, {})"
+)
+
+# No relay goes on as if nothing had happened: it has to register anew, and is
+# held to the version of the schema then.
+END_LEASES = """DO $$ BEGIN
+    IF to_regclass('replica') IS NOT NULL THEN
+        UPDATE replica SET expires_at = clock_timestamp();
+    END IF;
+END $$"""
+
+# A script applied twice, or to another version, stops before it changes anything.
+GUARD = """DO $$ BEGIN
+    IF (SELECT coalesce(max(version), 0) FROM migration) <> {after} THEN
+        RAISE EXCEPTION 'this script is for a schema at version {after}, and this one is at %',
+            (SELECT coalesce(max(version), 0) FROM migration);
+    END IF;
+END $$;"""
+
+READ_PAYLOAD_LIMIT = "SELECT payload_bytes_max()"
+SET_PAYLOAD_LIMIT = "set_payload_bytes_max({})"
+GRANT = "grant_{}({}::regrole)"
+REVOKE = "revoke_purposes({}::regrole)"
+
+# What a file added is granted to whom it is for, and to nobody else: before the file of
+# roles there is nobody yet.
+SETTLE_RIGHTS = """DO $$ BEGIN
+    IF to_regproc('settle_rights') IS NOT NULL THEN
+        PERFORM settle_rights();
+    END IF;
+END $$"""
+
+# Changing the limit needs the table for itself for a moment.  Producers queue
+# behind whoever waits for that, so it does not wait long.
+BOUND_WAIT = "SET LOCAL lock_timeout = '2s'"
+
+
+PURPOSES = ("producer", "relay", "operator", "reader")
+"""What a role can be granted: see schema/0007_roles.sql."""
+
+
+@dataclass(frozen=True, slots=True)
+class Migration:
+    """One file of `schema/`."""
+
+    version: int
+    name: str
+    sql: str
+    checksum: str
+    works_from: int
+    """The oldest programs that go on working: the version of their own last file."""
+
+    def __str__(self) -> str:
+        """`0001_outbox`."""
+        return f"{self.version:04}_{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a schema is."""
+
+    schema: str
+    version: int
+    """0: nothing is there.  Above that of the last file: a later program was here,
+    and this one goes on working."""
+    applied: tuple[Migration, ...]
+    pending: tuple[Migration, ...]
+
+
+@cache
+def migrations() -> tuple[Migration, ...]:
+    """The files of this version, in order.
+
+    They are inside the package when it was installed, and beside it in a
+    checkout.
+    """
+    directory: Traversable = resources.files("outbox") / "schema"
+    if not directory.is_dir():
+        directory = Path(__file__).resolve().parents[3] / "schema"
+    found = []
+    for entry in directory.iterdir():
+        match = re.fullmatch(r"([0-9]{4})_(\w+)\.sql", entry.name)
+        if match:
+            # A checkout with other line ends holds the same migration.
+            text = entry.read_text(encoding="utf-8").replace("\r\n", "\n")
+            checksum = hashlib.sha256(text.encode()).hexdigest()
+            version = int(match[1])
+            found.append(Migration(version, match[2], text, checksum, _works_from(text, version)))
+    found.sort(key=lambda migration: migration.version)
+    if [m.version for m in found] != list(range(1, len(found) + 1)) or not found:
+        raise CannotRun(f"the installation is damaged: {directory} has not all migrations")
+    return tuple(found)
+
+
+def _works_from(text: str, version: int) -> int:
+    match = _GO_ON_WORKING.match(text)
+    return int(match[1]) if match else version
+
+
+async def status(connection: Connection[Any], schema: str) -> Status:
+    """What is applied and what is pending; changes nothing.
+
+    Raises:
+        SchemaTooNew: a later version of this package migrated it, in a way that
+            this one cannot work with.
+        CannotRun: an applied file differs from ours, or the schema belongs to
+            something else.
+        DatabaseUnavailable: the connection was lost.
+    """
+    with map_errors(schema):
+        history = await _read_history(connection, schema)
+    known = migrations()
+    mine = known[-1].version
+    version = max(history, default=0)
+    if any(row.version > mine and row.works_from > mine for row in history.values()):
+        raise SchemaTooNew(
+            f'schema "{schema}" is at version {version}, this program knows '
+            f"{mine}; upgrade outbox-relay here"
+        )
+    applied = {row.version: row.checksum for row in history.values()}
+    for migration in known:
+        checksum = applied.get(migration.version)
+        if checksum is not None and checksum != migration.checksum:
+            raise CannotRun(
+                f'schema "{schema}" was made from another {migration} than this program has; '
+                "use the version of outbox-relay that made it, or an empty schema"
+            )
+    done = tuple(m for m in known if m.version in applied)
+    pending = tuple(m for m in known if m.version not in applied)
+    if pending and version > pending[0].version:
+        raise CannotRun(f'the history of schema "{schema}" has no {pending[0]}, but later ones')
+    return Status(schema, version, done, pending)
+
+
+async def require_current(connection: Connection[Any], schema: str) -> None:
+    """Refuse to work with a schema that this program does not fit.
+
+    Raises:
+        SchemaMissing: it is absent, or older than this program.
+        SchemaTooNew: it is newer, and does not say that older programs go on working.
+        CannotRun: as in `status`.
+    """
+    found = await status(connection, schema)
+    if not found.applied:
+        raise schema_missing(schema)
+    if found.pending:
+        raise SchemaMissing(
+            f'schema "{schema}" is at version {found.version}, this program needs '
+            f"{found.pending[-1].version}; run: {migrate_command(schema)}"
+        )
+
+
+async def migrate(
+    connection: Connection[Any],
+    schema: str,
+    *,
+    roles: Sequence[tuple[str, str]] = (),
+    revoked: Sequence[str] = (),
+    payload_bytes_max: int | None = None,
+) -> list[Migration]:
+    """Apply what is pending, each file in a transaction of its own.
+
+    Args:
+        connection: outside of a transaction; its search path does not matter.
+        schema: created when it is missing.
+        roles: purposes, and existing roles that get what those need.
+        revoked: roles that lose all that they have here, before any gets something.
+        payload_bytes_max: the limit on payloads, as text; None leaves it.
+
+    Returns:
+        What was applied by this call, so an empty list when all was there.
+
+    Raises:
+        UsageError: a bad name, limit or role.
+        SchemaTooNew, CannotRun, DatabaseUnavailable: as in `status`.
+    """
+    schema_name(schema)
+    _check_payload_limit(payload_bytes_max)
+    done: list[Migration] = []
+    with map_errors(schema):
+        while True:
+            # READ COMMITTED, whatever the default here: the history has to be
+            # read in a snapshot that begins after the lock was granted.
+            async with connection.transaction(isolation="read_committed"):
+                await connection.execute(_perform(LOCK.format(quote_literal(schema))))
+                found = await status(connection, schema)
+                if not found.pending:
+                    await _apply_settings(connection, schema, roles, revoked, payload_bytes_max)
+                    return done
+                await _apply(connection, schema, found.pending[0])
+            done.append(found.pending[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    version: int
+    checksum: str
+    works_from: int
+
+
+async def _read_history(connection: Connection[Any], schema: str) -> dict[int, _Applied]:
+    if not await connection.fetchval(FIND_HISTORY, schema):
+        return {}
+    try:
+        rows = await connection.fetch(READ_HISTORY.format(schema=quote_ident(schema)))
+    except asyncpg.UndefinedColumnError as error:
+        raise _not_ours(schema) from error
+    return {r["version"]: _Applied(r["version"], r["checksum"], r["works_from"]) for r in rows}
+
+
+async def _apply(connection: Connection[Any], schema: str, migration: Migration) -> None:
+    if not await connection.fetchval(FIND_SCHEMA, schema):
+        me = await connection.fetchrow(WHO_AM_I)
+        try:
+            await connection.execute(f"CREATE SCHEMA {quote_ident(schema)}")
+        except asyncpg.InsufficientPrivilegeError as error:
+            raise CannotRun(
+                "this role may not create a schema here: GRANT CREATE ON DATABASE "
+                f"{quote_ident(me['database'])} TO {quote_ident(me['role'])}"
+            ) from error
+    await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
+    await connection.execute(CREATE_HISTORY)
+    try:
+        await connection.execute(migration.sql)
+    except (asyncpg.DuplicateTableError, asyncpg.DuplicateFunctionError) as error:
+        raise _not_ours(schema) from error
+    for statement in _afterwards(migration):
+        await connection.execute(statement)
+
+
+async def _apply_settings(
+    connection: Connection[Any],
+    schema: str,
+    roles: Sequence[tuple[str, str]],
+    revoked: Sequence[str],
+    payload_bytes_max: int | None,
+) -> None:
+    await connection.execute(f"SET LOCAL search_path = {search_path(schema)}")
+    changes = [(role, _revoke(role)) for role in revoked]
+    for role, change in [*changes, *((role, _grant(purpose, role)) for purpose, role in roles)]:
+        try:
+            await connection.execute(change)
+        except asyncpg.UndefinedObjectError:
+            raise UsageError(f'role "{role}" does not exist; CREATE ROLE it first') from None
+    if payload_bytes_max is None:
+        return
+    if await connection.fetchval(READ_PAYLOAD_LIMIT) != payload_bytes_max:
+        await connection.execute(BOUND_WAIT)
+        try:
+            await connection.execute(_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max)))
+        except asyncpg.LockNotAvailableError:
+            raise CannotRun(
+                "the payload limit was not changed: a transaction holds the outbox table; "
+                "run it again"
+            ) from None
+        except asyncpg.CheckViolationError as error:
+            raise CannotRun(
+                "the payload limit was not changed: a schedule or an event that waits for its "
+                f"time is larger than {payload_bytes_max} bytes ({error.table_name})"
+            ) from None
+
+
+def sql(
+    schema: str,
+    *,
+    after: int = 0,
+    roles: Sequence[tuple[str, str]] = (),
+    revoked: Sequence[str] = (),
+    payload_bytes_max: int | None = None,
+) -> str:
+    """Everything that `migrate` would do, as one script to apply by hand.
+
+    One transaction, so it is applied whole or not at all, and it refuses a
+    schema that is not at version `after`.
+
+    Raises:
+        UsageError: a bad name, limit or version.
+    """
+    schema_name(schema)
+    _check_payload_limit(payload_bytes_max)
+    known = migrations()
+    if not 0 <= after <= known[-1].version:
+        raise UsageError(
+            f"there is no version {after}; this program knows 0 to {known[-1].version}"
+        )
+    parts = [
+        f"-- outbox-relay, versions {after + 1} to {known[-1].version}, "
+        f"for schema {quote_ident(schema)}.\n"
+        "-- Apply with: psql --set ON_ERROR_STOP=1 --file THIS_FILE",
+        "BEGIN ISOLATION LEVEL READ COMMITTED;",
+        f"{_perform(LOCK.format(quote_literal(schema)))};",
+        f"CREATE SCHEMA IF NOT EXISTS {quote_ident(schema)};",
+        f"SET LOCAL search_path = {search_path(schema)};",
+        f"{CREATE_HISTORY};",
+        GUARD.format(after=after),
+    ]
+    for migration in known[after:]:
+        parts.append(f"\n-- {migration}.sql\n\n{migration.sql.strip()}")
+        parts += [f"{statement};" for statement in _afterwards(migration)]
+    parts += [f"{_revoke(role)};" for role in revoked]
+    parts += [f"{_grant(purpose, role)};" for purpose, role in roles]
+    if payload_bytes_max is not None:
+        parts.append(f"{_perform(SET_PAYLOAD_LIMIT.format(payload_bytes_max))};")
+    return "\n".join([*parts, "COMMIT;", ""])
+
+
+def _afterwards(migration: Migration) -> list[str]:
+    """What follows a file, in its transaction."""
+    row = WRITE_HISTORY.format(
+        migration.version,
+        quote_literal(migration.name),
+        quote_literal(migration.checksum),
+        migration.works_from,
+    )
+    rows = [row, SETTLE_RIGHTS]
+    return [*rows, END_LEASES] if migration.works_from == migration.version else rows
+
+
+def _grant(purpose: str, role: str) -> str:
+    return _perform(GRANT.format(purpose, quote_literal(quote_ident(role))))
+
+
+def _revoke(role: str) -> str:
+    return _perform(REVOKE.format(quote_literal(quote_ident(role))))
+
+
+def _perform(call: str) -> str:
+    # Not SELECT: psql would print an empty table for each.
+    return f"DO {quote_literal(f'BEGIN PERFORM {call}; END')}"
+
+
+def _check_payload_limit(bytes_max: int | None) -> None:
+    low, high = PAYLOAD_BYTES_RANGE
+    if bytes_max is not None and not low <= bytes_max <= high:
+        raise UsageError(f"the payload limit must be between {low} and {high} bytes")
+
+
+def _not_ours(schema: str) -> CannotRun:
+    return CannotRun(
+        f'schema "{schema}" has tables of something else in it; choose another name with --schema'
+    )

@@ -1,0 +1,514 @@
+"""Who gets in, for what, and how those are answered who do not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+from structlog.testing import capture_logs
+
+from outbox.api import auth, host_check, login_failures, request_parsing
+from outbox.api.app import application
+from outbox.api.database import LONG_MAX, REQUESTS_MAX
+from outbox.api.database import Database as Connections
+from outbox.api.login_failures import FailedLogins
+from outbox.api.problem import AWAY, MISSING
+from outbox.api.routes import ROUTES
+from outbox.errors import CannotRun
+from outbox.operations import api_tokens, erase, status
+from outbox.store.connection import dsn
+from outbox.web.address import Address
+from outbox.web.serving import serving as listening
+from tests.support.api import ALL, Api, make_token, serving
+from tests.support.pgbouncer import find_the_schema, pgbouncer
+from tests.support.relay import fetchval, settings_for
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from tests.support.api import Answer
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+NOBODYS = "obx_" + "A" * 43
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (None, "send Authorization: Bearer TOKEN"),
+        ("Basic dXNlcjpwYXNz", "this is not a token"),
+        ("Bearer secret", "this is not a token"),
+        ("Bearer " + NOBODYS + "A", "this is not a token"),
+        ("Bearer " + NOBODYS, "the token is not known"),
+    ],
+)
+async def test_without_a_good_token_nobody_gets_in(
+    anybody: Api, header: str | None, says: str
+) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    answer = await anybody.ask("GET", "/v1/me", headers=headers)
+    assert answer.status == 401
+    assert says in answer.detail
+    assert answer.headers["WWW-Authenticate"].startswith('Bearer realm="outbox"')
+
+
+async def test_every_route_but_the_document_needs_a_token(anybody: Api) -> None:
+    for route in ROUTES:
+        answer = await anybody.ask(route.method, route.path.replace("{", "").replace("}", ""))
+        assert answer.status == 401, route
+    assert (await anybody.get("/openapi.json")).status == 200
+
+
+@pytest.mark.parametrize("scope", ALL)
+async def test_scopes_are_exact(database: Database, anybody: Api, scope: Any) -> None:
+    api = anybody.with_token(await make_token(database, scopes=(scope,)))
+    for route in ROUTES:
+        answer = await api.ask(route.method, route.path.replace("{", "").replace("}", ""))
+        if route.scope in (None, scope):
+            assert answer.status != 403 or "scope" not in answer.detail, route
+        else:
+            assert answer.status == 403, route
+            assert answer.json["type"] == "urn:outbox:problem:scope-missing"
+            assert f'scope="{route.scope}"' in answer.headers["WWW-Authenticate"]
+
+
+async def test_a_token_says_what_it_may_do(database: Database, anybody: Api) -> None:
+    secret = await make_token(
+        database, "ops", ("operate", "read"), tenant="acme", expires_in_s=3600.0
+    )
+    me = (await anybody.with_token(secret).get("/v1/me")).json
+    assert me["expires_at"] is not None
+    del me["expires_at"]
+    assert me == {
+        "name": "ops",
+        "scopes": ["read", "operate"],
+        "tenant": "acme",
+        "schema": "relay",
+    }
+
+
+async def test_an_expired_token_is_refused(database: Database, anybody: Api) -> None:
+    secret = await make_token(database, expires_in_s=60.0)
+    await fetchval(database, "UPDATE token SET expires_at = now() - interval '1 s' RETURNING id")
+    answer = await anybody.with_token(secret).get("/v1/me")
+    assert answer.status == 401
+    assert "has expired" in answer.detail
+
+
+async def test_a_revocation_holds_when_what_was_known_is_forgotten(database: Database) -> None:
+    now = 100.0
+    settings = settings_for(database, dsn_source="test")
+    connections = Connections(dsn.of(settings), settings)
+    failed = FailedLogins(connections)
+    app = application(settings, Address("127.0.0.1", 0), connections, failed, clock=lambda: now)
+    secret = await make_token(database, "gone")
+    async with (
+        connections.opened(),
+        listening(app, Address("127.0.0.1", 0)) as at,
+        aiohttp.ClientSession() as session,
+    ):
+        api = Api(session, at.url, secret)
+        assert (await api.get("/v1/me")).status == 200
+        async with database.connection(server_settings={"search_path": "relay"}) as db:
+            await api_tokens.revoke(db, "relay", "gone", actor="test")
+        now += auth.KNOWN_S - 0.1
+        assert (await api.get("/v1/me")).status == 200
+        now += 0.1
+        answer = await api.get("/v1/me")
+        assert answer.status == 401
+        assert "was revoked" in answer.detail
+
+
+async def test_that_a_token_is_used_is_written_once_a_minute(
+    database: Database, anybody: Api
+) -> None:
+    secret = await make_token(database)
+    api = anybody.with_token(secret)
+    used = "SELECT last_used_at FROM token"
+    assert await fetchval(database, used) is None
+    await api.get("/v1/me")
+    first = await fetchval(database, used)
+    assert first is not None
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        await api_tokens.find(db, "relay", secret)
+        assert await fetchval(database, used) == first
+        await db.execute("UPDATE token SET last_used_at = now() - interval '61 s'")
+        await api_tokens.find(db, "relay", secret)
+    assert await fetchval(database, used) >= first
+
+
+async def test_guessing_is_one_row_of_the_journal(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(login_failures, "LAST_WRITE_S", 30.0)
+    rows = "SELECT data FROM journal WHERE kind = 'logins_failed' ORDER BY id"
+    async with serving(database) as api:
+        await api.get("/v1/me")
+        await until(lambda: fetchval(database, rows), 10, "the first row")
+        guesses = [api.with_token(f"obx_{n:043}").get("/v1/me") for n in range(50)]
+        assert {answer.status for answer in await asyncio.gather(*guesses)} == {401, 429}
+        count = "SELECT count(*) FROM journal WHERE kind = 'logins_failed'"
+        assert await fetchval(database, count) == 1
+    # When the server ends, what is left is written.
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        first, second = [row["data"] for row in await db.fetch(rows)]
+    assert '"attempts": 1' in first
+    assert '"attempts": 50' in second
+    assert '"127.0.0.1": 50' in second
+    assert '"the token is not known": 10' in second
+    assert '"too many tokens from this address were not good": 40' in second
+
+
+async def test_failed_logins_name_a_few_addresses_and_count_the_rest(database: Database) -> None:
+    settings = settings_for(database, dsn_source="test")
+    connections = Connections(dsn.of(settings), settings)
+    failed = FailedLogins(connections)
+    for n in range(100):
+        failed.note(f"10.0.0.{n}", "the token is not known")
+    async with connections.opened():
+        writing = asyncio.ensure_future(failed.run())
+        sql = "SELECT data -> 'addresses' ->> 'others' FROM journal"
+        others = await until(lambda: fetchval(database, sql), 10, "the row")
+        writing.cancel()
+        await asyncio.wait([writing])
+    assert int(others) == 100 - login_failures.ADDRESSES_MAX
+
+
+async def test_what_somebody_else_holds_is_told(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def held(connection: Any, _: str) -> None:
+        async with connection.transaction():
+            await connection.execute("SET LOCAL lock_timeout = 1")
+            await connection.execute("LOCK TABLE once IN ACCESS EXCLUSIVE MODE")
+
+    monkeypatch.setattr(status, "replicas", held)
+    async with database.connection() as db, db.transaction():
+        await db.execute("LOCK TABLE relay.once IN ACCESS SHARE MODE")
+        answer = await api.get("/v1/replicas")
+    assert answer.status == 503
+    assert "somebody else holds" in answer.detail
+
+
+# ---------------------------------------------------------------- requests
+
+
+async def test_paths_and_methods_that_are_none(api: Api) -> None:
+    answer = await api.get("/v1/nothing")
+    assert (answer.status, answer.json["type"]) == (404, "urn:outbox:problem:not-found")
+    answer = await api.ask("PUT", "/v1/endpoints")
+    assert answer.status == 405
+    assert answer.headers["Allow"] == "GET, HEAD, POST"
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "status", "says"),
+    [
+        (b'{"type": "a.b",', "application/json", 400, "line 1, column 16"),
+        (b"[]", "application/json", 422, "must be an object"),
+        (b'{"xyz": 1}', "application/json", 422, 'there is no "xyz"; it understands type'),
+        (b'{"type": 7}', "application/json", 422, "type: must be a text"),
+        (b"{}", "application/json", 422, "type: is missing"),
+        (b"{}", "text/plain", 415, "Content-Type: application/json"),
+    ],
+)
+async def test_bodies_that_cannot_be_read(
+    api: Api, body: bytes, content_type: str, status: int, says: str
+) -> None:
+    answer = await api.post("/v1/events", data=body, headers={"Content-Type": content_type})
+    assert answer.status == status
+    assert says in answer.detail
+
+
+async def test_a_compressed_body_is_refused(api: Api) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    answer = await api.post("/v1/events", data=b"\x1f\x8b", headers=headers)
+    assert answer.status == 415
+
+
+async def test_a_body_is_bounded_whether_it_tells_its_length_or_not(api: Api) -> None:
+    large = b" " * (request_parsing.BODY_BYTES_MAX + 1)
+    assert (await api.post("/v1/events", data=large)).status == 413
+
+    async def chunks() -> Any:
+        for _ in range(5):
+            yield b" " * (1 << 20)
+
+    headers = {"Authorization": f"Bearer {api.secret}", "Content-Type": "application/json"}
+    async with api.session.post(api.url + "/v1/events", data=chunks(), headers=headers) as answer:
+        assert answer.status == 413
+        assert (await answer.json(content_type=None))["type"] == "urn:outbox:problem:too-large"
+
+
+async def test_a_body_as_large_as_may_be_is_read(api: Api) -> None:
+    events = [{"type": "a.b", "payload": "x" * 260_000} for _ in range(16)]
+    answer = await api.post("/v1/events", {"events": events})
+    assert (answer.status, len(answer.json["events"])) == (201, 16)
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ({"limit": 0}, "limit: must be at least 1"),
+        ({"limit": 1001}, "limit: must be at most 1000"),
+        ({"limit": [1, 2]}, "limit: stands there 2 times"),
+        ({"depth": 1}, 'there is no "depth"; it understands limit, after'),
+    ],
+)
+async def test_queries_that_are_wrong(api: Api, query: dict[str, Any], says: str) -> None:
+    answer = await api.get("/v1/endpoints", **query)
+    assert answer.status == 422
+    assert says in answer.detail
+
+
+@pytest.mark.parametrize(
+    "cursor", ["x", "-1", "9" * 30, "0" * 19 + "9" * 20, "0" * 20 + "9" * 5000, "1.5", "\u0661"]
+)
+async def test_a_cursor_that_no_page_ended_with(api: Api, cursor: str) -> None:
+    for path in ("/v1/dead-letters", "/v1/events", "/v1/replays", "/v1/journal", "/v1/tokens"):
+        answer = await api.get(path, after=cursor)
+        assert (answer.status, answer.json["type"]) == (400, "urn:outbox:problem:bad-request"), path
+
+
+@pytest.mark.parametrize("number", ["0" * 19 + "1" + "9" * 20, "0" * 20 + "9" * 5000, "%C2%B2"])
+async def test_a_number_that_nothing_has(api: Api, number: str) -> None:
+    for path in ("/v1/dead-letters", "/v1/replays"):
+        assert (await api.get(f"{path}/{number}")).status == 404, path
+
+
+async def test_text_that_no_column_holds(api: Api) -> None:
+    for path in ("/v1/endpoints/a%00b", "/v1/once/%00", "/v1/trace/%00"):
+        assert (await api.get(path)).status == 400, path
+    assert (await api.get("/v1/events", key="a\0b")).status == 400
+
+
+async def test_an_error_of_ours_is_logged_and_never_shown(
+    database: Database, monkeypatch: pytest.MonkeyPatch, logs: list[MutableMapping[str, Any]]
+) -> None:
+    async def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the secret reason")
+
+    monkeypatch.setattr(status, "replicas", broken)
+    secret = await make_token(database)
+    async with serving(database) as anybody:
+        answer = await anybody.with_token(secret).get("/v1/replicas")
+    assert answer.status == 500
+    assert b"secret reason" not in answer.raw
+    (entry,) = [entry for entry in logs if entry["event"] == "unexpected error"]
+    assert entry["error_id"] in answer.detail
+    assert entry["route"] == "/v1/replicas"
+
+
+# -------------------------------------------------------------------- hosts
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:80", 200),
+        ("127.0.0.1:8080", 200),
+        ("[::1]:8080", 200),
+        ("evil.example", 421),
+        ("localhost.evil.example", 421),
+        ("10.0.0.1", 421),
+        ("", 421),
+        ("a:b:c", 421),
+    ],
+)
+async def test_on_loopback_only_its_own_names_are_heard(
+    anybody: Api, host: str, status: int
+) -> None:
+    answer = await anybody.ask("GET", "/openapi.json", headers={"Host": host})
+    assert answer.status == status
+
+
+async def test_elsewhere_any_name_is_heard_and_the_log_warns_once(
+    database: Database, logs: list[MutableMapping[str, Any]]
+) -> None:
+    assert not host_check.is_loopback("0.0.0.0")  # noqa: S104 (nothing listens)
+    async with serving(database, admin="0.0.0.0:0") as api:
+        url = api.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 (asked by another way)
+        api = Api(api.session, url, None)
+        for _ in range(2):
+            answer = await api.ask("GET", "/openapi.json", headers={"Host": "outbox.example"})
+            assert answer.status == 200
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert ["put TLS in front" in entry["event"] for entry in warnings] == [True]
+
+
+# ------------------------------------------------------------- the database
+
+
+async def test_while_the_database_is_away_it_says_so_and_then_goes_on(
+    private_database: Database,
+) -> None:
+    database = private_database
+    secret = await make_token(database)
+    async with serving(database) as anybody:
+        api = anybody.with_token(secret)
+        assert (await api.get("/v1/status")).status == 200
+        await asyncio.to_thread(database.server.embedded.halt, immediate=True)
+        with capture_logs() as logs:
+            for n in range(6):
+                # Whoever asks is told no more than that, whether a token is good or none.
+                answer = await (api if n % 2 else anybody.with_token(NOBODYS)).get("/v1/status")
+                assert answer.json["type"] == "urn:outbox:problem:unavailable"
+                assert (answer.status, answer.detail) == (503, AWAY)
+                assert "Retry-After" in answer.headers
+            # Nor does it need the database to tell what it is.
+            assert (await api.get("/openapi.json")).status == 200
+            await asyncio.to_thread(database.server.embedded.start)
+            await until(lambda: _answers(api), 20, "the API to go on")
+        told = [each for each in logs if each["event"].startswith("the database")]
+        assert told[-1]["event"] == "the database can be used again"
+        reasons = [each["reason"] for each in told[:-1]]
+        assert database.server.embedded.socket_dir.name in reasons[-1]
+        # Once for each reason, and not for each who asked.
+        assert len(reasons) == len(set(reasons)) < 4
+
+
+async def _answers(api: Api) -> bool:
+    return (await api.get("/v1/status")).status == 200
+
+
+async def test_an_older_schema_is_told_and_a_migration_heals_it(empty_database: Database) -> None:
+    async with serving(empty_database) as anybody:
+        answer = await anybody.with_token(NOBODYS).get("/v1/me")
+        assert (answer.status, answer.detail) == (503, MISSING)
+
+
+async def test_it_has_at_most_five_connections_and_gives_them_back(
+    database: Database, api: Api
+) -> None:
+    answers = await asyncio.gather(*(api.get("/v1/status") for _ in range(40)))
+    assert {answer.status for answer in answers} == {200}
+    sql = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox-admin'"
+    assert 1 <= await fetchval(database, sql) <= 5
+
+
+async def test_what_takes_long_leaves_connections_to_the_others(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+    count = erase.count
+    at_work = 0
+
+    async def slow(*arguments: Any) -> Any:
+        nonlocal at_work
+        at_work += 1
+        await gate.wait()
+        return await count(*arguments)
+
+    monkeypatch.setattr(erase, "count", slow)
+    erasing: list[asyncio.Task[Answer]] = []
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(6):
+            asked = api.post("/v1/erase", {"tenant": "acme", "dry_run": True})
+            erasing.append(tasks.create_task(asked))
+        await until(lambda: at_work == LONG_MAX, 20, "two of them to be at work")
+        newcomer = api.with_token(await make_token(database, "new"))
+        assert (await newcomer.get("/v1/status")).status == 200
+        with monkeypatch.context() as hurry:
+            hurry.setattr("outbox.api.database.WAIT_S", 0.01)
+            refused = await newcomer.post("/v1/erase", {"tenant": "acme", "dry_run": True})
+        assert (refused.status, at_work) == (503, LONG_MAX)
+        assert refused.detail == "2 requests that take long are at work already; try again later"
+        gate.set()
+    assert {task.result().status for task in erasing} == {200}
+
+
+async def test_who_asks_is_known_while_all_other_connections_are_busy(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = asyncio.Event()
+    at_work = 0
+
+    async def slow(*_: Any) -> tuple[()]:
+        nonlocal at_work
+        at_work += 1
+        await gate.wait()
+        return ()
+
+    monkeypatch.setattr(status, "replicas", slow)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(6):
+            tasks.create_task(api.get("/v1/replicas"))
+        await until(lambda: at_work == REQUESTS_MAX, 20, "all connections to be busy")
+        assert (await api.with_token(NOBODYS).get("/v1/me")).status == 401
+        newcomer = api.with_token(await make_token(database, "new", ("read",)))
+        assert (await newcomer.get("/v1/me")).json["scopes"] == ["read"]
+        gate.set()
+
+
+async def test_a_statement_that_takes_too_long_is_given_up(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(connection: Any, schema: str) -> Any:
+        await connection.execute("SET LOCAL statement_timeout = 1")
+        async with connection.transaction():
+            await connection.execute("SET LOCAL statement_timeout = 10")
+            await connection.execute("SELECT pg_sleep(60)")
+
+    monkeypatch.setattr(status, "replicas", slow)
+    answer = await api.get("/v1/replicas")
+    assert answer.status == 503
+    assert "took too long" in answer.detail
+
+
+async def test_sessions_are_bounded(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_for(database, dsn_source="test")
+    connections = Connections(dsn.of(settings), settings)
+    async with connections.opened(), connections.connection() as db:
+        assert await db.fetchval("SHOW statement_timeout") == "30s"
+        assert await db.fetchval("SHOW lock_timeout") == "10s"
+        assert await db.fetchval("SHOW application_name") == "outbox-admin"
+
+
+async def test_a_taken_address_is_told_before_anything_begins(database: Database) -> None:
+    async with serving(database) as api:
+        port = int(api.url.rpartition(":")[2])
+        with pytest.raises(CannotRun, match="choose another"):
+            async with serving(database, admin=f"127.0.0.1:{port}"):
+                pass
+
+
+async def test_what_is_done_stays_done_when_its_connection_cannot_be_reset(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(*_: Any, **__: Any) -> None:
+        raise TimeoutError
+
+    assert (await api.get("/v1/me")).status == 200
+    monkeypatch.setattr("asyncpg.connection.Connection.reset", lost)
+    answer = await api.post("/v1/events", {"type": "a.b"})
+    assert answer.status == 201
+    assert await fetchval(database, "SELECT count(*) FROM outbox") == 1
+    monkeypatch.undo()
+    assert (await api.post("/v1/events", {"type": "a.b"})).status == 201
+
+
+@pytest.mark.pgbouncer
+async def test_behind_a_proxy_that_pools_transactions_it_works_as_well(
+    database: Database,
+) -> None:
+    await find_the_schema(database)
+    secret = await make_token(database)
+    async with (
+        pgbouncer(database, pool_size=2) as proxy,
+        serving(database, dsn=proxy.dsn(), pooled=True) as anybody,
+    ):
+        api = anybody.with_token(secret)
+        body = {"type": "a.b", "once": "k"}
+        answers = await asyncio.gather(*(api.post("/v1/events", body) for _ in range(10)))
+        assert sorted(answer.status for answer in answers) == [200] * 9 + [201]
+        for path in ("/v1/status", "/v1/events", "/v1/trace/k", "/v1/dead-letters/counts"):
+            assert (await api.get(path)).status == 200, path
+        body = {"name": "shop", "url": "http://127.0.0.1:9/"}
+        assert (await api.post("/v1/endpoints", body)).status == 201
+        assert (await api.get("/v1/endpoints/shop")).status == 200

@@ -1,0 +1,563 @@
+"""Endpoints through the API: each change is in the database, and in the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import trustme
+
+from outbox.api import endpoints
+from outbox.core.delivery.signature import parse_secret
+from outbox.core.model.response import Answer
+from outbox.destinations.http import endpoint_validation, test_deliveries
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.test_deliveries import AT_ONCE_MAX, TENANT_MAX
+from outbox.devtools.development_receiver import DevelopmentReceiver
+from tests.destinations import hostile
+from tests.destinations.servers import OK, Connection
+from tests.destinations.servers import serving as receiver
+from tests.support.api import make_token
+from tests.support.relay import (
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.api import Answer as Answered
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+URL = "http://127.0.0.1:9/hooks"
+
+
+async def actors(database: Database, kind: str) -> list[str]:
+    sql = "SELECT array_agg(actor ORDER BY id) FROM journal WHERE kind = $1"
+    return list(await fetchval(database, sql, kind) or ())
+
+
+async def test_an_endpoint_is_added_with_its_settings(database: Database, api: Api) -> None:
+    answer = await api.post(
+        "/v1/endpoints",
+        {
+            "name": "a/b shop",
+            "url": URL,
+            "types": ["order.*"],
+            "filter": "@.total > 10",
+            "headers": {"X-Shop": "7", "Authorization": "Bearer 4711"},
+            "timeout": "30s",
+            "connect_timeout": 2.5,
+            "retry": {"preset": "plane", "attempts": 8},
+            "retryable": [429, "5xx"],
+            "on_dead_letter": "block",
+            "backlog_max": 100,
+            "lanes": 4,
+        },
+    )
+    assert answer.status == 201
+    assert answer.json["secret"].startswith("whsec_")
+    assert await actors(database, "endpoint_added") == ["token all"]
+    shown = (await api.get("/v1/endpoints/a%2Fb%20shop")).json
+    assert shown["endpoint"]["id"] == answer.json["id"]
+    told = shown["settings"]
+    assert (told["timeout"], told["connect_timeout"], told["lanes"]) == ("30s", "2.5s", 4)
+    assert told["retryable"] == ["429", "5xx"]
+    assert told["headers"] == {"X-Shop": None, "Authorization": None}
+    assert len(shown["lanes"]) == 4
+    assert answer.json["secret"] not in str(shown)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"url": URL}, 422, "name: is missing"),
+        ({"name": "x"}, 422, "url: is missing"),
+        ({"name": "x", "url": "ftp://a/"}, 422, "url: "),
+        ({"name": "x", "url": "http://10.0.0.1/"}, 422, "url: "),
+        ({"name": "x", "url": URL, "lanes": 0}, 422, "lanes: must be between 1 and 1024"),
+        ({"name": "x", "url": URL, "types": ["a..b"]}, 422, "types: "),
+        ({"name": "x", "url": URL, "retry": {"base": "never"}}, 422, "retry"),
+        ({"name": "x", "url": URL, "filter": "@.a ="}, 422, "filter: "),
+        ({"name": "x", "url": URL, "tenant": "t", "all_tenants": True}, 422, "tenant: "),
+        ({"name": "taken", "url": URL}, 409, 'endpoint "taken" exists already'),
+    ],
+)
+async def test_endpoints_that_cannot_be(
+    database: Database, api: Api, body: dict[str, Any], status: int, says: str
+) -> None:
+    await add_endpoint(database, "taken")
+    answer = await api.post("/v1/endpoints", body)
+    assert answer.status == status
+    assert says in answer.detail
+    assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
+
+
+async def test_an_update_changes_what_is_said_and_null_is_the_default(
+    database: Database, api: Api
+) -> None:
+    made = await add_endpoint(database, "shop", lanes=2, tenant="acme", filter="@.a == 1")
+    answer = await api.ask(
+        "PATCH",
+        "/v1/endpoints/shop",
+        {"name": "store", "timeout": 20, "filter": None, "types": ["a.*"]},
+    )
+    assert answer.json == {
+        "id": str(made.id),
+        "name": "store",
+        "changed": {
+            "name": ["shop", "store"],
+            "types": ["**", "a.*"],
+            "filter": ["@.a == 1", "none"],
+            "timeout": ["15s", "20s"],
+        },
+    }
+    assert (await api.get("/v1/endpoints/shop")).status == 404
+    told = (await api.get("/v1/endpoints/store")).json["settings"]
+    assert (told["lanes"], told["tenant"], told["filter"]) == (2, "acme", None)
+    again = await api.ask("PATCH", "/v1/endpoints/store", {"timeout": "20s"})
+    assert again.json["changed"] == {}
+    assert await actors(database, "endpoint_updated") == ["token all"]
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"url": None}, 422),
+        ({"url": "http://10.0.0.1/"}, 422),
+        ({"lanes": 5000}, 422),
+        ({"name": "other"}, 409),
+    ],
+)
+async def test_updates_that_cannot_be(
+    database: Database, api: Api, body: dict[str, Any], status: int
+) -> None:
+    await add_endpoint(database, "shop")
+    await add_endpoint(database, "other")
+    assert (await api.ask("PATCH", "/v1/endpoints/shop", body)).status == status
+    assert await actors(database, "endpoint_updated") == []
+
+
+async def test_pausing_and_resuming(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop")
+    paused = await api.post("/v1/endpoints/shop/pause", {"why": "their database moves"})
+    assert (paused.json["state"], paused.json["changed"]) == ("paused", True)
+    row = (await api.get("/v1/endpoints/shop")).json["endpoint"]
+    assert (row["state"], row["state_by"], row["state_why"]) == (
+        "paused",
+        "token all",
+        "their database moves",
+    )
+    assert (await api.post("/v1/endpoints/shop/pause")).json["changed"] is False
+    assert (await api.post("/v1/endpoints/shop/enable")).status == 409
+    resumed = await api.post("/v1/endpoints/shop/resume")
+    assert (resumed.json["state"], resumed.json["changed"]) == ("active", True)
+    assert await actors(database, "endpoint_resumed") == ["token all"]
+
+
+async def test_a_disabled_endpoint_is_enabled(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop")
+    async with running(database, Network(lambda _: Answer.of(410, 0.001))):
+        await publish(database, 1)
+        state = "SELECT state = 'disabled' FROM endpoint"
+        await until(lambda: fetchval(database, state), 20, "it to be disabled")
+        assert (await api.post("/v1/endpoints/shop/resume")).status == 409
+        enabled = await api.post("/v1/endpoints/shop/enable", {"why": "a new address"})
+    assert (enabled.json["state"], enabled.json["changed"]) == ("active", True)
+    assert await actors(database, "endpoint_enabled") == ["token all"]
+
+
+async def test_resuming_lets_blocked_lanes_go_on(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop", on_dead_letter="block")
+    network = Network(lambda sent: REFUSED if sent.body["data"] == 1 else Answer.of(200, 0.001))
+    async with running(database, network):
+        await publish(database, 1, 2)
+        blocked = "SELECT count(*) FROM lane_block"
+        await until(lambda: fetchval(database, blocked), 20, "the lane to be blocked")
+        assert (await api.post("/v1/endpoints/shop/resume")).json["unblocked"] == 1
+        await all_ended(database)
+    assert network.data() == [2]
+
+
+async def test_a_secret_is_rotated(database: Database, api: Api) -> None:
+    made = await add_endpoint(database, "shop")
+    rotated = (await api.post("/v1/endpoints/shop/rotate-secret", {"overlap": "2h"})).json
+    assert rotated["secret"] not in ("", made.secret)
+    assert rotated["old_until"] is not None
+    gone = (await api.post("/v1/endpoints/shop/rotate-secret", {"overlap": 0})).json
+    assert (gone["live"], gone["old_until"]) == (1, None)
+    assert (await api.post("/v1/endpoints/shop/rotate-secret", {"overlap": -1})).status == 422
+    assert await actors(database, "endpoint_secret_rotated") == ["token all"] * 2
+
+
+async def test_removing_asks_what_becomes_of_what_is_owed(database: Database, api: Api) -> None:
+    await add_endpoint(database, "idle")
+    assert (await api.ask("DELETE", "/v1/endpoints/idle")).json["state"] == "removed"
+    await add_endpoint(database, "shop")
+    assert (await api.post("/v1/endpoints/shop/pause")).status == 200
+    async with running(database, Network()):
+        await publish(database, 1, 2)
+        made = "SELECT count(*) = 2 FROM delivery"
+        await until(lambda: fetchval(database, made), 20, "the deliveries")
+        kept = await api.ask("DELETE", "/v1/endpoints/shop")
+        assert (kept.status, "owed 2 deliveries" in kept.detail) == (409, True)
+        both = await api.ask("DELETE", "/v1/endpoints/shop", give_up=True, drain=True)
+        assert both.status == 422
+        gone = await api.ask("DELETE", "/v1/endpoints/shop", give_up=True)
+        assert (gone.json["state"], gone.json["owed"]) == ("removing", 2)
+        none = "SELECT count(*) = 0 FROM endpoint WHERE state <> 'removed'"
+        await until(lambda: fetchval(database, none), 20, "the removal")
+
+
+async def test_draining_delivers_first_and_is_asked_again(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop")
+    open_ = False
+
+    def receive(_: Any) -> Answer:
+        return Answer.of(200 if open_ else 503, 0.001)
+
+    retry = {"base_s": 0.02, "factor": 2.0, "cap_s": 0.1, "attempts_max": 10_000}
+    await add_endpoint(database, "slow", retry=retry)
+    network = Network(receive)
+    async with running(database, network):
+        await publish(database, 1)
+        sent = lambda: any(s.url.endswith("slow") for s in network.sent)  # noqa: E731
+        await until(sent, 20, "an attempt")
+        waiting = await api.ask("DELETE", "/v1/endpoints/slow", drain=True)
+        assert (waiting.status, waiting.json["owed"]) == (202, 1)
+        open_ = True
+
+        async def removed() -> bool:
+            answer = await api.ask("DELETE", "/v1/endpoints/slow", drain=True)
+            return answer.status == 200 and answer.json["state"] == "removed"
+
+        await until(removed, 20, "the removal")
+    assert 1 in network.data()
+
+
+async def test_a_test_delivery_tells_what_came_back(database: Database, api: Api) -> None:
+    secret = (await add_endpoint(database, "shop")).secret
+    async with DevelopmentReceiver(secrets=(parse_secret(secret),)).serve() as url:
+        await api.ask("PATCH", "/v1/endpoints/shop", {"url": url})
+        told = (await api.post("/v1/endpoints/shop/test")).json
+    assert (told["outcome"], told["url"]) == ("delivered", url)
+    gone = (await api.post("/v1/endpoints/shop/test")).json
+    assert (gone["outcome"], gone["failure"]) == ("retried", "connect")
+
+
+async def test_test_deliveries_are_few_at_once_and_fewer_of_one_tenant(
+    database: Database, api: Api
+) -> None:
+    tenants = {
+        name: api.with_token(await make_token(database, name, tenant=name))
+        for name in ("acme", "umbrella")
+    }
+    go = asyncio.Event()
+
+    async def slow(connection: Connection) -> None:
+        await connection.request()
+        await go.wait()
+        await connection.send(OK)
+        await connection.closed_by_peer()  # A trial is of the whole way: none is kept.
+
+    async with receiver(slow) as server, asyncio.TaskGroup() as asking:
+
+        async def asked(by: Api, path: str, times: int) -> list[asyncio.Task[Answered]]:
+            so_far = server.connections
+            tasks = [asking.create_task(by.post(path)) for _ in range(times)]
+            await until(lambda: server.connections == so_far + times, 10, "the test deliveries")
+            return tasks
+
+        paths = {}
+        for name, by in tenants.items():
+            await by.post("/v1/endpoints", {"name": f"{name}.shop", "url": server.url})
+            paths[name] = f"/v1/endpoints/{name}.shop/test"
+        under_way = await asked(tenants["acme"], paths["acme"], TENANT_MAX)
+        refused = await tenants["acme"].post(paths["acme"])
+        assert (refused.status, refused.headers["Retry-After"]) == (429, "5")
+        assert "of this tenant" in refused.detail
+        under_way += await asked(tenants["umbrella"], paths["umbrella"], 1)
+        under_way += await asked(api, paths["acme"], AT_ONCE_MAX - TENANT_MAX - 1)
+        refused = await api.post(paths["acme"])
+        assert refused.status == 429
+        go.set()
+        for task in under_way:
+            assert (await task).json["outcome"] == "delivered"
+        assert (await tenants["acme"].post(paths["acme"])).status == 200
+
+
+async def test_all_test_deliveries_go_by_one_transport(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Outbound] = []
+
+    def make(*args: Any, **options: Any) -> Outbound:
+        made.append(Outbound(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(test_deliveries, "Outbound", make)
+    await add_endpoint(database, "shop", url=URL)
+    for answer in await asyncio.gather(*[api.post("/v1/endpoints/shop/test") for _ in range(4)]):
+        assert answer.json["failure"] == "connect"
+    assert len(made) == 1
+
+
+async def test_a_test_delivery_ends_though_its_endpoint_has_more_patience(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert test_deliveries.TRIAL_S <= 30
+    monkeypatch.setattr(test_deliveries, "TRIAL_S", 0.2)
+
+    async def never(connection: Connection) -> None:
+        await connection.closed_by_peer()
+
+    async with receiver(never) as server:
+        await api.post("/v1/endpoints", {"name": "a", "url": server.url, "timeout": 60})
+        told = (await api.post("/v1/endpoints/a/test")).json
+    assert (told["failure"], told["detail"]) == ("timeout", "not answered within 0.2 s")
+
+
+async def test_certificates_are_looked_at_beside_the_event_loop(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+
+    def noting(look: Any) -> Any:
+        def looks(*given: Any) -> Any:
+            threads.add(threading.current_thread())
+            return look(*given)
+
+        return looks
+
+    monkeypatch.setattr(endpoint_validation, "check_ca", noting(endpoint_validation.check_ca))
+    monkeypatch.setattr(endpoints, "check_identity", noting(endpoints.check_identity))
+    pem = trustme.CA().cert_pem.bytes().decode()
+    body = {"name": "a", "url": URL, "ca": pem}
+    assert (await api.post("/v1/endpoints", body)).status == 201
+    assert (await api.ask("PATCH", "/v1/endpoints/a", {"ca": pem + "\n"})).status == 200
+    assert (await api.ask("PUT", "/v1/declaration", {"endpoints": [body]})).status == 200
+    own = {"pem": identity()}
+    assert (await api.ask("PUT", "/v1/endpoints/a/certificate", own)).status == 200
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("method", "rest"),
+    [
+        ("GET", ""),
+        ("PATCH", ""),
+        ("DELETE", ""),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("POST", "/enable"),
+        ("POST", "/rotate-secret"),
+        ("POST", "/test"),
+    ],
+)
+async def test_an_endpoint_that_is_none(
+    database: Database, api: Api, method: str, rest: str
+) -> None:
+    await add_endpoint(database, "shop")
+    answer = await api.ask(method, f"/v1/endpoints/shopp{rest}", {} if method == "PATCH" else None)
+    assert answer.status == 404
+    assert 'did you mean "shop"?' in answer.detail
+
+
+async def test_a_listing_of_endpoints_is_whole_while_some_are_added(
+    database: Database, api: Api
+) -> None:
+    for n in range(7):
+        await add_endpoint(database, f"e{n}")
+    page = (await api.get("/v1/endpoints", limit=3)).json
+    found = [row["name"] for row in page["items"]]
+    await add_endpoint(database, "a-new-one")
+    await add_endpoint(database, "z-new-one")
+    while page["next"] is not None:
+        page = (await api.get("/v1/endpoints", limit=3, after=page["next"])).json
+        found += [row["name"] for row in page["items"]]
+    assert found == [*(f"e{n}" for n in range(7)), "z-new-one"]
+
+
+# ------------------------------------------------------------- declarations
+
+
+async def test_all_endpoints_are_declared_at_once(database: Database, api: Api) -> None:
+    await add_endpoint(database, "old")
+    body = {
+        "defaults": {"retry": "patient"},
+        "endpoints": [{"name": "a", "url": URL, "headers": {"X-Key": "k"}}],
+    }
+    dry = (await api.ask("PUT", "/v1/declaration", body, dry_run=True)).json
+    assert (dry["dry_run"], dry["changes"], dry["not_in_the_file"]) == (True, 1, ["old"])
+    assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
+    done = (await api.ask("PUT", "/v1/declaration", body, prune=True)).json
+    assert [(s["action"], s["name"]) for s in done["endpoints"]] == [
+        ("remove", "old"),
+        ("add", "a"),
+    ]
+    assert done["endpoints"][1]["secret"].startswith("whsec_")
+    (declared,) = await api.items("/v1/declaration")
+    assert (declared["name"], declared["retry"], declared["headers"]) == (
+        "a",
+        "patient",
+        {"X-Key": None},
+    )
+    again = await api.ask("PUT", "/v1/declaration", {"endpoints": [declared]})
+    assert again.json["changes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "query", "says"),
+    [
+        ({"endpoints": [{"name": "a"}]}, {}, "endpoints[0].url: is missing"),
+        ({"endpoints": [{"name": "a", "url": "http://10.0.0.1/"}]}, {}, "endpoints[0].url: "),
+        ({"endpoints": [], "more": 1}, {}, 'there is no "more"'),
+        ({"endpoints": []}, {"give_up": True}, "prune"),
+    ],
+)
+async def test_declarations_that_cannot_be(
+    api: Api, body: dict[str, Any], query: dict[str, Any], says: str
+) -> None:
+    answer = await api.ask("PUT", "/v1/declaration", body, **query)
+    assert answer.status == 422
+    assert says in answer.detail
+
+
+# ------------------------------------------------- secrets, networks, certificates
+
+
+def identity() -> str:
+    certificate = trustme.CA().issue_cert("relay.example.com")
+    chain = (blob.bytes() for blob in certificate.cert_chain_pems)
+    return b"".join([*chain, certificate.private_key_pem.bytes()]).decode()
+
+
+async def test_a_certificate_is_taken_described_and_never_shown(
+    database: Database, api: Api
+) -> None:
+    await add_endpoint(database, "shop")
+    path, pem = "/v1/endpoints/shop/certificate", identity()
+    told = (await api.ask("PUT", path, {"pem": pem})).json
+    shown = await api.ask("GET", "/v1/endpoints/shop")
+    assert shown.json["certificate"] == told["certificate"]
+    assert told["certificate"]["not_after"].endswith("Z")
+    assert sorted(told["certificate"]) == ["more", "not_after", "sha256", "subject"]
+    assert "BEGIN" not in str(shown.json) + str(told)
+    wrong = await api.ask("PUT", path, {"pem": pem.replace("PRIVATE KEY", "PUBLIC KEY")})
+    assert wrong.status == 422
+    assert wrong.detail.startswith("identity: ")
+    removed = (await api.ask("DELETE", path)).json
+    assert removed["certificate"] is None
+    assert await fetchval(database, "SELECT identity IS NULL FROM endpoint")
+    kinds = await fetchval(
+        database, "SELECT array_agg(kind ORDER BY id) FROM journal WHERE kind LIKE '%certificate%'"
+    )
+    assert kinds == ["endpoint_certificate_set", "endpoint_certificate_removed"]
+
+
+async def test_a_public_key_takes_the_place_of_a_secret(api: Api) -> None:
+    body = {"name": "a", "url": URL, "ed25519": True}
+    assert (await api.post("/v1/endpoints", body)).json["secret"].startswith("whpk_")
+    # It stays what it is, unless somebody says something else.
+    for body, prefix in (({}, "whpk_"), ({"ed25519": False}, "whsec_"), ({}, "whsec_")):
+        rotated = await api.post("/v1/endpoints/a/rotate-secret", {"overlap": 0, **body})
+        assert rotated.json["secret"].startswith(prefix)
+        (secret,) = (await api.get("/v1/endpoints/a")).json["secrets"]
+        public = rotated.json["secret"] if prefix == "whpk_" else None
+        assert secret["public_key"] == public
+
+
+async def test_authorities_are_looked_at_before_they_are_trusted(api: Api) -> None:
+    pem = trustme.CA().cert_pem.bytes().decode()
+    made = await api.post("/v1/endpoints", {"name": "a", "url": URL, "ca": pem})
+    assert made.status == 201
+    broken = pem[:100] + pem[164:]
+    for ca in (broken, "x"):
+        refused = await api.ask("PATCH", "/v1/endpoints/a", {"ca": ca})
+        assert (refused.status, refused.detail[:4]) == (422, "ca: ")
+
+
+async def test_only_an_operator_opens_a_network(database: Database, api: Api) -> None:
+    tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
+    inside = "http://10.1.2.3:8080/hooks"
+    body = {"name": "acme.a", "url": inside, "allow_networks": ["10.1.2.3"]}
+    refused = await tenant.post("/v1/endpoints", body)
+    assert refused.status == 422
+    assert "only an operator opens a network" in refused.detail
+    made = await api.post("/v1/endpoints", {**body, "tenant": "acme"})
+    assert made.status == 201, made.json
+    # Where it goes in there is the operator's word, too; everything else is the tenant's.
+    for change in (
+        {"url": "http://10.1.2.3:9/"},
+        {"allow_networks": ["10.0.0.0/8"]},
+        {"allow_networks": None},
+    ):
+        refused = await tenant.ask("PATCH", "/v1/endpoints/acme.a", change)
+        assert refused.status == 422, change
+    assert (await tenant.ask("PATCH", "/v1/endpoints/acme.a", {"lanes": 2})).status == 200
+
+
+async def test_no_hostile_url_becomes_an_endpoints(database: Database, api: Api) -> None:
+    await add_endpoint(database, "good")
+    policy = EgressPolicy(["127.0.0.0/8"])  # As the API under test has it.
+    refused = [url for url in hostile.URLS if policy.refusal_of_url(url)]
+    assert len(refused) > 150
+    for n, url in enumerate(refused):
+        if n % 50 == 0:  # One token may not ask as much as this in a moment.
+            api = api.with_token(await make_token(database, f"t{n}"))
+        added = await api.post("/v1/endpoints", {"name": "x", "url": url})
+        assert added.status == 422, url
+        assert "url: " in added.detail, url
+        changed = await api.ask("PATCH", "/v1/endpoints/good", {"url": url})
+        assert changed.status == 422, url
+    assert await fetchval(database, "SELECT count(*) FROM endpoint") == 1
+
+
+async def test_a_tenant_takes_no_header_along_to_another_host(database: Database, api: Api) -> None:
+    tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
+    body = {"name": "acme.a", "url": URL, "tenant": "acme", "headers": {"X-Key": "hunter2"}}
+    assert (await api.post("/v1/endpoints", body)).status == 201
+    path, away = "/v1/endpoints/acme.a", "https://attacker.example.com/"
+    for change in ({"url": away}, {"url": away, "headers": {"X-Key": None}}):
+        refused = await tenant.ask("PATCH", path, change)
+        assert refused.status == 422
+        assert "would be sent the header X-Key, which is not shown" in refused.detail
+    same = await tenant.ask("PATCH", path, {"url": URL + "/other"})
+    assert same.status == 200
+    for headers in ({"X-Key": "mine"}, {}):
+        moved = await tenant.ask("PATCH", path, {"url": away, "headers": headers})
+        assert moved.status == 200, moved.json
+
+
+async def test_a_name_that_is_swapped_meanwhile_is_still_the_tenants_own(
+    database: Database, api: Api
+) -> None:
+    tenant = api.with_token(await make_token(database, "acme", tenant="acme"))
+    await add_endpoint(database, "acme.a", tenant="acme")
+    await add_endpoint(database, "theirs", tenant="globex")
+    async with (
+        database.connection(server_settings={"search_path": "relay"}) as operator,
+        operator.transaction(),
+    ):
+        await operator.execute("SELECT FROM cursor FOR UPDATE")
+        rotated = asyncio.ensure_future(tenant.post("/v1/endpoints/acme.a/rotate-secret"))
+        waits = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted"
+        await until(lambda: fetchval(database, waits), 20, "the tenant to wait")
+        await operator.execute("UPDATE endpoint SET name = 'x' WHERE name = 'acme.a'")
+        await operator.execute("UPDATE endpoint SET name = 'acme.a' WHERE name = 'theirs'")
+    answer = await rotated
+    assert answer.status == 404
+    assert await fetchval(database, "SELECT count(*) FROM endpoint_secret") == 2

@@ -1,0 +1,295 @@
+"""Publishing through the API, and finding what was published."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.operations import events
+from outbox.store.connection.connect import connect
+from outbox.store.connection.dsn import parse
+from tests.support.plans import explain
+from tests.support.relay import OK, Network, add_endpoint, all_ended, fetchval, publish, running
+
+if TYPE_CHECKING:
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+COUNT = "SELECT count(*) FROM outbox"
+
+
+async def test_an_event_is_published_as_it_was_said(database: Database, api: Api) -> None:
+    said = {
+        "type": "order.paid",
+        "payload": {"order": 7, "a": [1.5, None, "ü"]},
+        "key": "order-7",
+        "tenant": "acme",
+        "headers": {"X-A": "b"},
+        "expires_in": "10m",
+    }
+    answer = await api.post("/v1/events", said)
+    assert answer.status == 201
+    assert answer.json["already"] is False
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        row = await db.fetchrow("SELECT *, payload = $1::jsonb AS same FROM outbox", _json(said))
+    assert str(row["event_id"]) == answer.json["id"]
+    assert (row["type"], row["key"], row["tenant"]) == ("order.paid", "order-7", "acme")
+    assert row["same"]
+    assert row["expires_at"] - row["created_at"] == pytest.approx(
+        timedelta(minutes=10), abs=timedelta(seconds=5)
+    )
+
+
+def _json(said: dict[str, Any]) -> str:
+    import orjson
+
+    return orjson.dumps(said["payload"]).decode()
+
+
+async def test_a_once_key_is_answered_with_the_earlier_event(database: Database, api: Api) -> None:
+    event = {"type": "a.b", "payload": 1}
+    first = await api.post("/v1/events", event, headers={"Idempotency-Key": "k/1"})
+    again = await api.post("/v1/events", event, headers={"Idempotency-Key": "k/1"})
+    said = await api.post("/v1/events", {**event, "once": "k/1"})
+    assert (first.status, again.status, said.status) == (201, 200, 200)
+    assert first.json["id"] == again.json["id"] == said.json["id"]
+    assert (first.json["already"], again.json["already"]) == (False, True)
+    assert await fetchval(database, COUNT) == 1
+
+
+async def test_a_once_key_does_not_ask_what_the_event_says(database: Database, api: Api) -> None:
+    first = await api.post("/v1/events", {"type": "a.b", "payload": 1, "once": "k"})
+    other = await api.post("/v1/events", {"type": "c.d"}, headers={"Idempotency-Key": "k"})
+    assert (other.status, other.json) == (200, {"id": first.json["id"], "already": True})
+    assert await fetchval(database, COUNT) == 1
+
+
+async def test_a_key_that_was_claimed_for_nothing_has_no_event(
+    database: Database, api: Api
+) -> None:
+    await fetchval(database, "SELECT claim_once('k')")
+    answer = await api.post("/v1/events", {"type": "a.b", "once": "k"})
+    assert (answer.status, answer.json) == (200, {"id": None, "already": True})
+
+
+async def test_fifty_who_say_the_same_at_once_publish_one_event(
+    database: Database, api: Api
+) -> None:
+    answers = await asyncio.gather(
+        *(
+            api.post("/v1/events", {"type": "a.b"}, headers={"Idempotency-Key": "k"})
+            for _ in range(50)
+        )
+    )
+    assert sorted(answer.status for answer in answers) == [200] * 49 + [201]
+    assert len({answer.json["id"] for answer in answers}) == 1
+    assert await fetchval(database, COUNT) == 1
+
+
+async def test_many_events_keep_their_order_and_tell_what_became_of_each(
+    database: Database, api: Api
+) -> None:
+    earlier = (await api.post("/v1/events", {"type": "a.b", "once": "k"})).json["id"]
+    said = [{"type": "a.b", "payload": n} for n in range(999)] + [{"type": "a.b", "once": "k"}]
+    answer = await api.post("/v1/events", {"events": said})
+    assert answer.status == 201
+    told = answer.json["events"]
+    assert [each["already"] for each in told] == [False] * 999 + [True]
+    assert told[-1]["id"] == earlier
+    async with database.connection(server_settings={"search_path": "relay"}) as db:
+        rows = await db.fetch("SELECT event_id FROM outbox WHERE id > 1 ORDER BY id")
+    assert [str(row["event_id"]) for row in rows] == [each["id"] for each in told[:-1]]
+    again = await api.post("/v1/events", {"events": [said[-1]]})
+    assert again.status == 200
+
+
+async def test_of_many_events_all_are_published_or_none(database: Database, api: Api) -> None:
+    good = {"type": "a.b"}
+    answer = await api.post("/v1/events", {"events": [good, {"type": "no type"}, good]})
+    assert answer.status == 422
+    assert "(event 2)" in answer.detail
+    assert await fetchval(database, COUNT) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"type": "outbox.x"}, 'type: "outbox." is reserved'),
+        ({"type": "a.b", "key": ""}, "key: 0 bytes, must be 1 to 512"),
+        ({"type": "a.b", "payload": "\0"}, "payload: PostgreSQL cannot hold a NUL"),
+        ({"type": "a.b", "payload": "x" * 300_000}, "payload: 300002 bytes as JSON, the limit"),
+        ({"type": "a.b", "headers": {"webhook-id": "x"}}, "headers: "),
+        ({"type": "a.b", "expires_in": -1}, "expires_in: "),
+        ({"type": "a.b", "expires_in": "soon"}, 'expires_in: "soon" is not a time'),
+        ({"type": "a.b", "once_for": 60}, "once_for: goes with once"),
+        ({"type": "a.b", "deliver_at": "2027-01-01T00:00:00"}, "deliver_at: "),
+        ({"type": "a.b", "events": [{"type": "a.b"}]}, "say one event, or events, not both"),
+        ({"events": []}, "events: "),
+        ({"events": [{"type": "a.b"}] * 1001}, "events: "),
+    ],
+)
+async def test_events_that_cannot_be(
+    database: Database, api: Api, body: dict[str, Any], says: str
+) -> None:
+    answer = await api.post("/v1/events", body)
+    assert answer.status == 422
+    assert says in answer.detail
+    assert "(event 1)" not in answer.detail
+    assert await fetchval(database, COUNT) == 0
+
+
+async def test_a_key_for_many_or_twice_is_refused(api: Api) -> None:
+    headers = {"Idempotency-Key": "k"}
+    many = await api.post("/v1/events", {"events": [{"type": "a.b"}]}, headers=headers)
+    twice = await api.post("/v1/events", {"type": "a.b", "once": "k"}, headers=headers)
+    empty = await api.post("/v1/events", {"type": "a.b"}, headers={"Idempotency-Key": ""})
+    assert (many.status, twice.status, empty.status) == (422, 422, 422)
+    assert empty.detail == "once: 0 bytes, must be 1 to 512"
+
+
+async def test_an_event_for_later_waits(database: Database, api: Api) -> None:
+    at = datetime.now(UTC) + timedelta(days=1)
+    answer = await api.post("/v1/events", {"type": "a.b", "deliver_at": at})
+    assert answer.status == 201
+    assert await fetchval(database, "SELECT deliver_at FROM future_event") == at
+    trace = await api.get(f"/v1/trace/{answer.json['id']}")
+    assert trace.status == 404
+    assert "waits for its time" in trace.detail
+
+
+# ---------------------------------------------------------------- looking
+
+
+async def test_events_are_found_by_what_they_have_in_common(database: Database, api: Api) -> None:
+    await publish(database, 1, type="order.paid", key="a", tenant="acme")
+    await publish(database, 2, type="order.paid", key="b")
+    await publish(database, 3, type="cart.left", key="a")
+
+    async def ids(**query: Any) -> list[int]:
+        return [row["outbox_id"] for row in (await api.get("/v1/events", **query)).json["items"]]
+
+    assert await ids() == [3, 2, 1]
+    assert await ids(key="a") == [3, 1]
+    assert await ids(key="a", type="order.*") == [1]
+    assert await ids(type=["cart.**", "order.paid"]) == [3, 2, 1]
+    assert await ids(tenant="acme") == [1]
+    assert await ids(since="1h") == [3, 2, 1]
+    assert await ids(until="1h") == []
+    assert await ids(since="2020-01-01T00:00:00Z", until="2020-01-02T00:00:00+01:00") == []
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ({"type": "a..b"}, "type pattern"),
+        ({"since": "yesterday"}, 'since: "yesterday" is neither a moment with its zone'),
+        ({"since": "2026-01-31T12:00:00"}, "with its zone"),
+        ({"since": "1h", "until": "2h"}, "must be later"),
+    ],
+)
+async def test_questions_for_events_that_are_none(
+    api: Api, query: dict[str, Any], says: str
+) -> None:
+    answer = await api.get("/v1/events", **query)
+    assert answer.status == 422
+    assert says in answer.detail
+
+
+async def test_pages_have_no_hole_and_no_repetition_while_events_are_added(
+    database: Database, api: Api
+) -> None:
+    await publish(database, *range(25), key="k")
+    for query in ({}, {"key": "k"}):
+        page = (await api.get("/v1/events", limit=10, **query)).json
+        found = [row["outbox_id"] for row in page["items"]]
+        newest = found[0]
+        while page["next"] is not None:
+            await publish(database, 1, 2, 3, key="k")
+            page = (await api.get("/v1/events", limit=10, after=page["next"], **query)).json
+            found += [row["outbox_id"] for row in page["items"]]
+        assert found == list(range(newest, 0, -1))
+
+
+async def test_a_look_is_bounded_and_says_how_far_it_went(
+    database: Database, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events.find, "__kwdefaults__", {
+        **(events.find.__kwdefaults__ or {}), "looked_at_max": 10,
+    })  # fmt: skip
+    await publish(database, 1, type="rare.one")
+    await publish(database, *range(24))
+    pages = []
+    after: dict[str, str] = {}
+    while True:
+        page = (await api.get("/v1/events", type="rare.*", **after)).json
+        pages.append(page)
+        if page["next"] is None:
+            break
+        after = {"after": page["next"]}
+    assert [page["looked_at"] for page in pages] == [10, 10, 5]
+    assert [len(page["items"]) for page in pages] == [0, 0, 1]
+    times = [page["looked_back_to"] for page in pages]
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("generic", [False, True])
+async def test_a_look_reads_no_more_than_its_bound(database: Database, generic: bool) -> None:
+    address = parse(database.dsn, source="test", env={})
+    db = await connect(address, schema="relay")
+    try:
+        await db.execute("""
+            INSERT INTO outbox (type, key, payload)
+            SELECT 'a.b', 'k' || i, to_jsonb(repeat('x', 300)) FROM generate_series(1, 20000) i
+        """)
+        async with db.transaction():
+            await db.execute(events.PLAN_BY_ID)
+            plan = await explain(
+                db, events.FIND, events.ID_MAX, 101, ["a.*"], None, None, None, 1000,
+                generic=generic,
+            )  # fmt: skip
+        assert plan.rows <= 1000 + 2 * 101 + 50, plan
+        assert not [scan for scan in plan.scans if scan.node == "Seq Scan" and scan.rows > 10], plan
+    finally:
+        await db.close()
+
+
+# ------------------------------------------------------------------ tracing
+
+
+async def test_a_trace_tells_what_the_command_tells(database: Database, api: Api) -> None:
+    await add_endpoint(database, "shop")
+    await add_endpoint(database, "other", types=["x.y"])
+    network = Network(lambda _: OK)
+    async with running(database, network):
+        made = await api.post(
+            "/v1/events", {"type": "a.b", "payload": {"n": 1}, "key": "k", "once": "o"}
+        )
+        await all_ended(database)
+    event_id = made.json["id"]
+    for text in (event_id, "k", "o", "1", network.sent[0].delivery):
+        told = (await api.get(f"/v1/trace/{text}")).json
+        (story,) = told["events"]
+        assert story["event"]["event_id"] == event_id, text
+        assert [d["fate"] for d in story["deliveries"]] == ["delivered"]
+        assert story["event"]["payload"] is None
+    told = (await api.get("/v1/trace/k", payload=True, endpoint="other")).json
+    assert told["events"][0]["event"]["payload"] == {"n": 1}
+    assert told["events"][0]["deliveries"] == []
+    assert told["events"][0]["diagnosis"]
+
+
+async def test_what_nobody_knows_has_no_trace(api: Api) -> None:
+    assert (await api.get(f"/v1/trace/{uuid.uuid4()}")).status == 404
+    assert (await api.get("/v1/trace/k", endpoint="nobody")).status == 404
+
+
+async def test_a_key_with_a_slash_in_it_is_found(database: Database, api: Api) -> None:
+    await publish(database, 1, key="a/b?c")
+    answer = await api.get("/v1/trace/a%2Fb%3Fc")
+    assert answer.json["events"][0]["event"]["key"] == "a/b?c"

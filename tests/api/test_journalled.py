@@ -1,0 +1,105 @@
+"""Whatever is changed through the API stands in the journal, with the token that did it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.api.routes import ROUTES
+from outbox.core.model.response import Answer
+from tests.api.test_endpoints import identity
+from tests.support.api import make_token
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    Sent,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+URL = "http://127.0.0.1:9/"
+
+NOT_JOURNALLED = {
+    "POST /v1/events": "an event is its own record, and is there for as long as events are kept",
+    "POST /v1/verify": "it changes nothing",
+    "POST /v1/endpoints/{name}/test": "it changes nothing here, and is no delivery",
+}
+
+CERTIFICATE = "made when it is needed"
+WALK: dict[str, tuple[str, Any]] = {
+    "POST /v1/endpoints": ("/v1/endpoints", {"name": "new", "url": URL}),
+    "PATCH /v1/endpoints/{name}": ("/v1/endpoints/new", {"lanes": 2}),
+    "POST /v1/endpoints/{name}/pause": ("/v1/endpoints/new/pause", {}),
+    "POST /v1/endpoints/{name}/resume": ("/v1/endpoints/new/resume", {}),
+    "POST /v1/endpoints/{name}/enable": ("/v1/endpoints/off/enable", {}),
+    "POST /v1/endpoints/{name}/rotate-secret": ("/v1/endpoints/new/rotate-secret", {}),
+    "PUT /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", CERTIFICATE),
+    "DELETE /v1/endpoints/{name}/certificate": ("/v1/endpoints/new/certificate", None),
+    "DELETE /v1/endpoints/{name}": ("/v1/endpoints/new", None),
+    "PUT /v1/declaration": ("/v1/declaration", {"endpoints": [{"name": "put", "url": URL}]}),
+    "POST /v1/dead-letters/replay": ("/v1/dead-letters/replay", {"ids": [1]}),
+    "POST /v1/dead-letters/discard": ("/v1/dead-letters/discard", {"ids": [2]}),
+    "POST /v1/replays": ("/v1/replays", {"endpoint": "shop", "since": "1h"}),
+    "POST /v1/replays/{id}/abort": ("/v1/replays/2/abort", None),
+    "POST /v1/schedules": (
+        "/v1/schedules",
+        {"name": "nightly", "cron": "@daily", "type": "a.b"},
+    ),
+    "POST /v1/schedules/{name}/pause": ("/v1/schedules/nightly/pause", {}),
+    "POST /v1/schedules/{name}/resume": ("/v1/schedules/nightly/resume", {}),
+    "POST /v1/schedules/{name}/run-now": ("/v1/schedules/nightly/run-now", None),
+    "DELETE /v1/schedules/{name}": ("/v1/schedules/nightly", None),
+    "POST /v1/once/{key}/reset": ("/v1/once/o/reset", None),
+    "POST /v1/erase": ("/v1/erase", {"key": "k"}),
+    "POST /v1/tokens": ("/v1/tokens", {"name": "made", "scopes": ["read"]}),
+    "DELETE /v1/tokens/{name}": ("/v1/tokens/made", None),
+    "POST /v1/events": ("/v1/events", {"type": "a.b"}),
+    "POST /v1/verify": ("/v1/verify", None),
+    "POST /v1/endpoints/{name}/test": ("/v1/endpoints/put/test", None),
+}
+"""In this order."""
+
+
+def script(sent: Sent) -> Answer:
+    if sent.url.endswith("off"):
+        return Answer.of(410, 0.001)
+    return REFUSED if sent.seq < 3 else OK
+
+
+def test_every_change_is_in_the_walk() -> None:
+    changing = [f"{r.method} {r.path}" for r in ROUTES if r.method != "GET"]
+    assert sorted(changing) == sorted(WALK)
+
+
+async def test_who_changed_it_stands_in_the_journal(database: Database, anybody: Api) -> None:
+    await add_endpoint(database)
+    await add_endpoint(database, "off")
+    async with running(database, Network(script)):
+        await publish(database, 1, 2, 3, key="k")
+        await all_ended(database)
+        off = "SELECT state = 'disabled' FROM endpoint WHERE name = 'off'"
+        await until(lambda: fetchval(database, off), 20, "it to be disabled")
+    await fetchval(database, "SELECT publish('a.b', '{}', once => 'o')")
+    api = anybody.with_token(await make_token(database, "walker"))
+    newest = "SELECT coalesce(max(id), 0) FROM journal"
+    by = "SELECT array_agg(DISTINCT actor) FROM journal WHERE id > $1"
+    for route, (path, body) in WALK.items():
+        before = await fetchval(database, newest)
+        if body is CERTIFICATE:
+            body = {"pem": identity()}
+        answer = await api.ask(route.partition(" ")[0], path, body)
+        assert answer.status in (200, 201), (route, answer.raw)
+        found = await fetchval(database, by, before)
+        assert found == (None if route in NOT_JOURNALLED else ["token walker"]), route

@@ -1,0 +1,171 @@
+"""What moves: rates between looks, whose they are, and how often the database is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.api.live import ENDPOINTS, ENDPOINTS_MAX, FRESH_S, LiveBook
+from outbox.operations import live_status
+from tests.support.api import make_token
+from tests.support.relay import (
+    BUSY,
+    OK,
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.core.model.response import Answer
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+    from tests.support.relay import Sent
+
+pytestmark = pytest.mark.one_major
+
+RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
+
+
+async def test_what_is_owed_is_told_with_its_lanes(database: Database, api: Api) -> None:
+    def script(sent: Sent) -> Answer:
+        return BUSY if sent.url.endswith("/sick") else OK
+
+    await add_endpoint(database, "sick", lanes=2, retry=RETRY)
+    await add_endpoint(database, "well")
+    async with running(database, Network(script)):
+        for n in range(10):
+            await publish(database, n, key=f"key {n}")
+
+        async def settled() -> bool:
+            told = (await api.get("/v1/live")).json["endpoints"]
+            return [(each["name"], each["owed"]) for each in told] == [("sick", 10), ("well", 0)]
+
+        async def everything_is_blocked() -> bool:
+            told = (await api.get("/v1/live")).json
+            words = {each["condition"] for each in told["endpoints"]}
+            return bool(words == {"blocked"} and told["totals"]["states"] == {"blocked": 2})
+
+        await until(settled, 20, "it to settle")
+        told = (await api.get("/v1/live")).json
+    sick, well = told["endpoints"]
+    assert sum(lane["owed"] for lane in sick["lanes"]) == 10
+    assert all(lane["failing"] for lane in sick["lanes"])
+    assert sick["oldest_s"] > 0
+    assert well["lanes"] == [{"owed": 0, "failing": False, "blocked": False}]
+    assert told["totals"]["owed"] == 10
+    assert told["totals"]["failing_lanes"] == 2
+    assert told["totals"]["states"] == {"failing": 1, "healthy": 1}
+    assert [each["condition"] for each in told["endpoints"]] == ["failing", "healthy"]
+    await fetchval(database, "INSERT INTO lane_block (lane_id, seq) SELECT id, 1 FROM lane")
+    await until(everything_is_blocked, 20, "the next look")
+
+
+async def test_rates_are_between_two_looks(database: Database) -> None:
+    now = 0.0
+    book = LiveBook(lambda: now)
+    await add_endpoint(database, "shop")
+    async with (
+        running(database, Network()),
+        database.connection(server_settings={"search_path": "relay"}) as connection,
+    ):
+        _, samples = await book.look(connection, "relay", None, 30)
+        assert list(samples) == []
+        await publish(database, *range(20))
+        await all_ended(database)
+        now += FRESH_S
+
+        async def counted() -> bool:
+            found = await live_status.look(
+                connection, "relay", tenant=None, since_batch=None, limit=0
+            )
+            return found.totals.owed == 0 and found.totals.numbered == 20
+
+        await until(counted, 10, "the progress to be written down")
+        (sample,) = (await book.look(connection, "relay", None, 30))[1]
+    assert sample.owed == 0
+    assert sample.events == sample.numbered == sample.ended > 0
+    assert sample.events * sample.seconds == pytest.approx(20), "it says over how long"
+
+
+async def test_however_many_watch_it_is_looked_at_once(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    look = live_status.look
+
+    async def counting(*arguments: Any, limit: int, **options: Any) -> live_status.Look:
+        asked.append(limit)
+        return await look(*arguments, limit=limit, **options)
+
+    monkeypatch.setattr("outbox.operations.live_status.look", counting)
+    for name in ("a", "b", "c"):
+        await add_endpoint(database, name)
+    now = 0.0
+    book = LiveBook(lambda: now)
+
+    async def names(connection: Connection[Any], limit: int) -> list[str]:
+        seen, _ = await book.look(connection, "relay", None, limit)
+        return [each.name for each in seen.endpoints]
+
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        for limit in range(ENDPOINTS + 1):
+            assert await names(connection, limit) == ["a", "b", "c"][:limit]
+        assert asked == [ENDPOINTS]
+        at = (await book.look(connection, "relay", None, 2))[0].totals.at
+        for limit in range(ENDPOINTS + 1, ENDPOINTS_MAX + 1):
+            assert await names(connection, limit) == ["a", "b", "c"], "who asks for more gets it"
+        assert asked == [ENDPOINTS, ENDPOINTS_MAX], "once"
+        seen, samples = await book.look(connection, "relay", None, 3)
+        assert (seen.totals.at, list(samples)) == (at, []), "it says nothing of rates"
+        now += FRESH_S
+        await names(connection, 3)
+        assert asked == [ENDPOINTS, ENDPOINTS_MAX, ENDPOINTS_MAX]
+        looking = book._watched[None].looking
+        async with looking:  # Somebody looks, and what was seen lately does.
+            assert (await book.look(connection, "relay", None, 3))[0].totals.at > at
+        now += 3600
+        await looking.acquire()
+        late = asyncio.ensure_future(book.look(connection, "relay", None, 3))
+        await asyncio.sleep(0)
+        assert not late.done(), "but not what was seen an hour ago"
+        looking.release()
+        _, samples = await late
+        assert list(samples) == [], "what was an hour ago says nothing of now"
+        assert asked[3:] == [ENDPOINTS], "nor does who asked for more then"
+
+
+async def test_a_tenant_sees_what_is_its_own(database: Database, api: Api) -> None:
+    await add_endpoint(database, "acme", tenant="acme", retry=RETRY)
+    await add_endpoint(database, "other", tenant="other", retry=RETRY)
+    await add_endpoint(database, "nobodys", retry=RETRY)
+    tenants = api.with_token(await make_token(database, "t", ("read",), tenant="acme"))
+    async with running(database, Network(lambda _: BUSY)):
+        await publish(database, 1, tenant="acme")
+        await publish(database, 1, 2, 3, tenant="other")
+
+        async def seen() -> bool:
+            return bool((await tenants.get("/v1/live")).json["totals"]["owed"])
+
+        await until(seen, 10, "it to be owed")
+        told = (await tenants.get("/v1/live")).json
+    assert [each["name"] for each in told["endpoints"]] == ["acme"]
+    assert told["totals"]["owed"] == 1
+    assert told["totals"]["lanes"] == 1
+    assert sum(told["totals"]["states"].values()) == 1
+    assert all(each["events"] == 0 for each in told["samples"])
+
+
+async def test_a_page_gets_samples_once(api: Api) -> None:
+    first = (await api.get("/v1/live")).json
+    again = await api.get("/v1/live", since=first["totals"]["at"])
+    assert all(each["at"] > first["totals"]["at"] for each in again.json["samples"])
+    assert (await api.get("/v1/live", since="yesterday")).status == 422

@@ -1,0 +1,182 @@
+"""What is told of a mistake: in the API's words, neither the command's nor Python's."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from multidict import MultiDict
+
+from outbox.api.events import EventsQuery, NewEvents
+from outbox.api.problem import Problem
+from outbox.api.request_parsing import hold_to, read_query
+from outbox.api.routes import ROUTES
+from outbox.api.validation_errors import reason
+from tests.support.relay import add_endpoint, fetchval
+
+if TYPE_CHECKING:
+    from outbox.api.route import Route
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+
+URL = "http://127.0.0.1:9/"
+ODD: list[Any] = [
+    "?", "", [], [1], {}, {"a": 1}, -1, 0, 1.5, True, None, 10**30, ["?"] * 1001, float("nan"),
+]  # fmt: skip
+MODELS = list(dict.fromkeys(m for r in ROUTES for m in (r.query, r.body) if m is not None))
+
+
+def strange(detail: str) -> str | None:
+    """What in a problem only a reader of our code, or of a command's help, understands."""
+    found = re.search(
+        r"--\w|tuple|literal|dict\b|validation|\bInput\b|something else|\[['\"]|ID…|e\+\d", detail
+    )
+    return found and f"{found[0]!r} in {detail!r}"
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_whatever_stands_in_a_field_is_refused_in_plain_words(model: Any) -> None:
+    told = []
+    for name in [*model.model_fields, "nothing-of-it"]:
+        for value in ODD:
+            try:
+                hold_to(model, {name: value}, "the body")
+            except Problem as problem:
+                told.append(problem.detail)
+    assert told
+    assert [strange(each) for each in told if strange(each)] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"events": []}, "events: has 0, must have at least one"),
+        (
+            {"events": [{"type": "a.b"}] * 1001},
+            "events: has 1001, at most 1000 go in one request; send them in several",
+        ),
+        ({"events": [{"type": 7}]}, "events.0.type: must be a text"),
+        ({"type": "a.b", "tpye": 1}, 'the body: there is no "tpye"; did you mean "type"?'),
+    ],
+)
+def test_mistakes_of_who_publishes(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(Problem) as caught:
+        hold_to(NewEvents, values, "the body")
+    assert caught.value.detail == says
+
+
+def test_a_kind_of_mistake_that_nobody_thought_of_is_told_nevertheless() -> None:
+    told = reason([{"type": "url_scheme", "loc": ("type",)}], NewEvents, "the body")
+    assert told == "type: must be something else"
+
+
+@pytest.mark.parametrize("name", ["str", "int", "filter[type]", "list[x]"])
+def test_a_name_that_reads_as_a_type_of_ours_is_unknown_like_any_other(name: str) -> None:
+    with pytest.raises(Problem) as caught:
+        read_query(MultiDict({name: "x"}), EventsQuery)
+    assert caught.value.detail.startswith(f'the query: there is no "{name}"; it understands limit')
+
+
+def test_what_is_quoted_in_a_problem_is_cut_and_steers_no_terminal() -> None:
+    with pytest.raises(Problem) as caught:
+        hold_to(NewEvents, {"\x1b[2J" * 100_000: 1}, "the body")
+    detail = caught.value.body()["detail"]
+    assert len(detail) < 1000
+    assert detail.isprintable()
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize(
+    ("method", "path", "body", "query", "status", "says"),
+    [
+        ("POST", "/v1/events", [{"type": "a.b"}], {}, 422,
+         'the body: must be an object; several go as {"events": [one, another]}'),
+        ("GET", "/v1/dead-letters", None, {"state": "foo"}, 422,
+         "state: must be dead or replaying or replayed or dead_again or discarded or all"),
+        ("POST", "/v1/endpoints", {"name": "x", "url": URL, "policy": "patient"}, {}, 422,
+         'the body: there is no "policy"; did you mean "retry"?'),
+        ("PUT", "/v1/declaration", {"endpoints": [{"name": "x", "url": URL, "type": "a"}]}, {},
+         422, 'endpoints[0]: there is no setting "type"; did you mean "types"?'),
+        ("GET", "/v1/events", None, {"since": "1h", "until": "2h"}, 422,
+         "until must be later than since"),
+        ("POST", "/v1/erase", {}, {}, 422, "say whose events: one of tenant and key"),
+        ("POST", "/v1/schedules", {"name": "nightly", "cron": "@daily", "type": "a.b"}, {}, 409,
+         'there is a schedule "nightly" already; say replace to change it'),
+        ("DELETE", "/v1/endpoints/shop", None, {}, 409,
+         'endpoint "shop" is owed 3 deliveries: have them delivered first, or give them up for '
+         "good (drain, or give_up)"),
+        ("POST", "/v1/dead-letters/replay", {}, {}, 422,
+         "say which dead letters: some by their ids, all, or some by endpoint, type, tenant, "
+         "reason, since, until"),
+    ],
+)  # fmt: skip
+async def test_what_is_said_of_the_mistakes_that_are_made_most(
+    api: Api, database: Database, method: str, path: str, body: Any, query: Any, status: int,
+    says: str,
+) -> None:  # fmt: skip
+    await _furnish(api, database)
+    answer = await api.ask(method, path, body, **query)
+    assert (answer.status, answer.detail) == (status, says)
+
+
+async def _furnish(api: Api, database: Database) -> None:
+    await add_endpoint(database, "shop")
+    await fetchval(database, "UPDATE lane_counter SET last_seq = 3 RETURNING 1")
+    made = {"name": "nightly", "cron": "@daily", "type": "a.b"}
+    assert (await api.post("/v1/schedules", made)).status == 201
+
+
+@pytest.mark.one_major
+async def test_no_route_speaks_in_flags(api: Api, database: Database) -> None:
+    await add_endpoint(database, "quiet")
+    await _furnish(api, database)
+    assert (await api.post("/v1/endpoints/quiet/pause")).status == 200
+    for _ in range(2):
+        assert (await api.post("/v1/endpoints/shop/rotate-secret")).status == 200
+    bodies: list[Any] = [
+        {}, {"all": True, "ids": [1]}, {"ids": [7]}, {"endpoint": "x"}, {"reason": "x"},
+        {"endpoint": "shop", "since": "1h", "until": "2h"}, {"endpoint": "x", "since": "1h"},
+        {"type": "?"}, {"type": "outbox.x"}, {"events": [{"type": "?"}]},
+        {"tenant": "a", "key": "b"},
+        {"name": "shop", "url": URL}, {"name": "?", "url": "?"}, {"name": "x", "url": "ftp://x"},
+        {"url": URL, "retry": {"preset": "x"}}, {"url": URL, "filter": "?"}, {"lanes": -1},
+        {"name": "x", "url": URL, "tenant": "a", "all_tenants": True}, {"retryable": ["x"]},
+        {"name": "nightly", "cron": "@daily", "type": "a.b"},
+        {"name": "?", "cron": "?", "type": "?"},
+        {"name": "x", "scopes": ["x"]}, {"name": "all", "scopes": ["read"]}, {"overlap": "1d"},
+        {"endpoints": []}, {"endpoints": [{}]}, {"endpoints": [{"name": "x", "more": 1}]},
+    ]  # fmt: skip
+    queries: list[dict[str, Any]] = [
+        {}, {"since": "1h", "until": "2h"}, {"type": "?"}, {"after": "x"}, {"endpoint": "x"},
+        {"prune": True}, {"give_up": True}, {"give_up": True, "drain": True}, {"drain": True},
+        {"reason": "x"}, {"limit": 0},
+    ]  # fmt: skip
+    told: set[str] = set()
+    for route in ROUTES:
+        if route.path in ("/v1/doctor", "/v1/verify"):
+            continue
+        named = ("shop", "quiet", "nightly", "x", "7") if "{" in route.path else ("",)
+        for name in named:
+            path = re.sub(r"{\w+}", name, route.path)
+            known = set(route.query.model_fields if route.query else ())
+            for query in [each for each in queries if each.keys() <= known]:
+                # Nothing of it goes through, so that one mistake does not hide the next one.
+                fits = set(route.body.model_fields if route.body else ())
+                for body in [b for b in bodies if b.keys() <= fits] if fits else [None]:
+                    if _would_do(route, query):
+                        continue
+                    answer = await api.ask(route.method, path, body, **query)
+                    if answer.status >= 400:
+                        told.add(answer.detail)
+    assert [strange(each) for each in told if strange(each)] == []
+    assert len(told) > 40
+    assert any("owed 3 deliveries" in each for each in told)
+    assert any("is paused and delivers nothing" in each for each in told)
+    assert any("live secrets already" in each for each in told)
+
+
+def _would_do(route: Route, query: dict[str, Any]) -> bool:
+    """Whether it ends what the other questions are about."""
+    removes = route.method == "DELETE" and query == {"give_up": True}
+    return removes or route.path.endswith(("/resume", "/test"))

@@ -1,0 +1,210 @@
+"""The listener for receivers: what was sent comes again, and of one endpoint alone."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from outbox.api import receivers
+from outbox.operations import endpoint_removal, endpoint_secrets, endpoint_states, fetch_tokens
+from outbox.receiver import verify
+from outbox.web.address import Address
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+    settings_for,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+class Client:
+    def __init__(self, session: aiohttp.ClientSession, url: str, token: str) -> None:
+        self._session, self.url, self.token = session, url, token
+
+    async def get(self, path: str, *, status: int = 200, **query: Any) -> Any:
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        async with self._session.get(
+            f"{self.url}/v1/{path}", params=query, headers=headers
+        ) as response:
+            assert response.status == status, await response.text()
+            assert response.headers["Cache-Control"] == "no-store"
+            assert response.headers["Server"] == "outbox"
+            return await response.json(content_type=None)
+
+
+@asynccontextmanager
+async def listening(database: Database, token: str) -> AsyncIterator[Client]:
+    async with (
+        receivers.running(settings_for(database, dsn_source="test"), Address("127.0.0.1", 0)) as at,
+        aiohttp.ClientSession() as session,
+    ):
+        yield Client(session, at.url.rstrip("/"), token)
+
+
+async def token_of(db: Connection[Any], name: str = "shop") -> str:
+    return (await fetch_tokens.add(db, "relay", name, actor="test", overlap_s=0)).token
+
+
+async def test_what_was_sent_comes_again_page_by_page(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    network = Network(lambda sent: REFUSED if sent.seq == 3 else OK)
+    async with running(database, network):
+        await publish(database, *range(1, 8), key="k")
+        await all_ended(database)
+    async with listening(database, await token_of(db)) as client:
+        (lane,) = (await client.get("lanes"))["items"]
+        assert (lane["acknowledged"], lane["last"], lane["ended"]) == (7, 7, False)
+        after: int | None = 0
+        items: list[Any] = []
+        while after is not None:
+            path = f"lanes/{lane['lane']}/deliveries"
+            page = await client.get(path, after=after, limit=3)
+            assert page["kept_from"] == after + 1
+            items += page["items"]
+            after = page["next"]
+        assert (await client.get(path, after=7))["items"] == []
+    assert [item.get("given_up") for item in items] == [None, None, "refused", *[None] * 4]
+    for item, sent in zip(items, network.sent, strict=True):
+        verified = verify(item["headers"], item["body"].encode(), made.secret)
+        assert item["body"].encode() == sent.request.body
+        (message,) = verified.messages
+        assert message.delivery_id == sent.delivery
+        assert message.sequence == item["sequence"]
+
+
+async def test_a_token_is_for_one_endpoint_and_an_end_ends_it(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await add_endpoint(database, "other")
+    ours, theirs = await token_of(db), await token_of(db, "other")
+    async with listening(database, ours) as client:
+        (lane,) = (await client.get("lanes"))["items"]
+        path = f"lanes/{lane['lane']}/deliveries"
+        await client.get(path)
+        client.token = theirs
+        assert (await client.get(path, status=404))["type"].endswith("not-found")
+        for client.token in ("", "x", "obx_" + "A" * 43, "obf_" + "A" * 43):
+            told = await client.get(path, status=401)
+            assert "fetch-token makes one" in told["detail"]
+        # A new one replaces it, at once or later.
+        kept = await fetch_tokens.add(db, "relay", "shop", actor="test")
+        newest = (await fetch_tokens.add(db, "relay", "shop", actor="test")).token
+        for client.token in (ours, kept.token, newest):
+            await client.get(path)
+        client.token = await token_of(db)
+        await client.get(path)
+        for old in (ours, kept.token, newest):
+            client.token = old
+            await client.get(path, status=401)
+        client.token = await token_of(db)
+        assert await fetch_tokens.revoke(db, "relay", "shop", actor="test") == 1
+        await client.get(path, status=401)
+        client.token = await token_of(db)
+        await endpoint_removal.remove(db, "relay", "shop", give_up=True, actor="test")
+        async with running(database, Network()):
+            pass
+        await db.execute("UPDATE endpoint SET state = 'removed' WHERE name = 'shop'")
+        await client.get(path, status=401)
+
+
+async def test_while_a_secret_rotates_both_sign(database: Database, db: Connection[Any]) -> None:
+    made = await add_endpoint(database)
+    async with running(database, Network()):
+        await publish(database, 1)
+        await all_ended(database)
+    rotated = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="test")
+    async with listening(database, await token_of(db)) as client:
+        (lane,) = (await client.get("lanes"))["items"]
+        (item,) = (await client.get(f"lanes/{lane['lane']}/deliveries"))["items"]
+    for secret in (made.secret, rotated.secret):
+        verify(item["headers"], item["body"].encode(), secret)
+
+
+async def test_what_was_erased_keeps_its_place(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    async with running(database, Network()):
+        await publish(database, 1, 2, key="k")
+        await all_ended(database)
+    await db.execute("DELETE FROM outbox WHERE id = 1")
+    async with listening(database, await token_of(db)) as client:
+        (lane,) = (await client.get("lanes"))["items"]
+        first, second = (await client.get(f"lanes/{lane['lane']}/deliveries"))["items"]
+    assert first == {"sequence": 1, "previous_sequence": 0, "erased": True}
+    assert second["sequence"] == 2
+
+
+async def test_what_is_not_kept_any_more_is_said(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    async with running(database, Network()):
+        await publish(database, 1, 2, 3, key="k")
+        await all_ended(database)
+    await db.execute("DELETE FROM delivery WHERE seq <= 2")
+    async with listening(database, await token_of(db)) as client:
+        (lane,) = (await client.get("lanes"))["items"]
+        page = await client.get(f"lanes/{lane['lane']}/deliveries")
+        assert page["kept_from"] == 3
+        assert [item["sequence"] for item in page["items"]] == [3]
+        await db.execute("DELETE FROM delivery")
+        page = await client.get(f"lanes/{lane['lane']}/deliveries")
+        assert (page["kept_from"], page["items"], page["next"]) == (4, [], None)
+
+
+async def test_bad_questions_get_one_line(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    async with listening(database, await token_of(db)) as client:
+        (lane,) = (await client.get("lanes"))["items"]
+        path = f"lanes/{lane['lane']}/deliveries"
+        for query in ({"after": "-1"}, {"after": "x"}, {"after": "9" * 30}, {"limit": "1001"}):
+            told = await client.get(path, status=422, **query)
+            assert "\n" not in told["detail"]
+        await client.get("lanes/x/deliveries", status=404)
+        await client.get("nothing", status=404)
+        assert "GET" in (await _post(client, path))["detail"]
+
+
+async def _post(client: Client, path: str) -> Any:
+    async with client._session.put(f"{client.url}/v1/{path}") as response:
+        assert response.status == 405
+        return await response.json(content_type=None)
+
+
+async def test_a_paused_endpoint_can_be_fetched_from(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, lanes=2)
+    async with running(database, Network()):
+        await publish(database, 1, 2, 3, key="k")
+        await all_ended(database)
+        await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+        await publish(database, 4, key="k")
+    async with listening(database, await token_of(db)) as client:
+        lanes = (await client.get("lanes"))["items"]
+        assert sorted(lane["acknowledged"] for lane in lanes) == [0, 3]
+        one = await client.get("lanes", limit=1)
+        two = await client.get("lanes", limit=1, after=one["next"])
+        assert [*one["items"], *two["items"]] == lanes
+    used = await fetchval(database, "SELECT last_used_at IS NOT NULL FROM fetch_token")
+    assert used

@@ -1,0 +1,260 @@
+"""What receivers say goes to operators alone: whoever else asks gets the status and the time.
+
+Every answer of the receivers here has the canary in its body, in its headers and in what
+was wrong with it, and every route is asked for everything that there is.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from aiohttp import web
+
+from outbox.api.route import For
+from outbox.api.routes import ROUTES
+from outbox.core.model.response import Answer, Failure
+from outbox.web.address import Address
+from outbox.web.serving import serving as listening
+from tests.support.api import make_token
+from tests.support.relay import Network, Sent, add_endpoint, fetchval, publish, running
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from tests.support.api import Api
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+CANARY = "canary-9f31"
+HEADERS = tuple((name, CANARY) for name in ("Server", "Location", "Via", "X-Request-Id", "Date"))
+BODY = f"<h1>{CANARY}</h1>".encode()
+RETRY = {"base_s": 0.02, "factor": 1.0, "cap_s": 0.1, "attempts_max": 10_000}
+SHOWN = {"version", "status", "failure", "elapsed_ms"}
+
+
+def script(sent: Sent) -> Answer:
+    """In every way in which something can be said."""
+    kind = sent.url.rpartition("/")[2]
+    match kind.split("-")[-1]:
+        case "busy":
+            return Answer.of(503, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
+        case "garbled":
+            return Answer.failed(Failure.PROTOCOL, f"bad status line {CANARY}", 0.01)
+        case "inside":
+            return Answer.failed(Failure.EGRESS_REFUSED, f"{CANARY} leads to 10.0.0.5", 0.01)
+        case "gone":
+            return Answer.of(410, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
+        case "refusing":
+            return Answer.of(400, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
+    return Answer.of(200, 0.01, headers=HEADERS, body=BODY, detail=CANARY)
+
+
+KINDS = ("well", "busy", "garbled", "inside", "gone", "refusing")
+READY = """
+SELECT (SELECT count(DISTINCT endpoint_id) FROM dead_letter) >= 3
+   AND (SELECT count(*) FROM attempt) >= 13
+   AND (SELECT count(*) FROM endpoint WHERE state = 'disabled') = 2
+   AND (SELECT count(*) FROM endpoint_health WHERE state = 'failing') >= 6
+   AND (SELECT count(*) FROM lane_progress WHERE last_answer IS NOT NULL) >= 6
+"""
+
+
+async def live_through(database: Database) -> None:
+    for tenant in (None, "acme"):
+        for kind in KINDS:
+            name = f"{tenant or 'our'}-{kind}"
+            await add_endpoint(database, name, tenant=tenant, retry=RETRY)
+    await add_endpoint(database, "told", types=["outbox.**"], all_tenants=True)
+    async with running(database, Network(script)):
+        await publish(database, 1, key="k")
+        await publish(database, 1, key="k", tenant="acme")
+        await until(lambda: fetchval(database, READY), 30, "everything to have happened")
+
+
+@asynccontextmanager
+async def receiver() -> AsyncIterator[Address]:
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(status=500, text=CANARY, headers={"Via": CANARY})
+
+    application = web.Application()
+    application.router.add_post("/", handle)
+    async with listening(application, Address("127.0.0.1", 0), guarded=False) as at:
+        yield at
+
+
+async def asked(api: Api, tenant: str | None) -> dict[str, bytes]:
+    """Everything that the routes say, by what was asked."""
+    own = tenant or "our"
+    letters = [row["id"] for row in await api.items("/v1/dead-letters", state="all")]
+    places: dict[str, list[str]] = {
+        "/v1/endpoints/{name}": [f"/v1/endpoints/{own}-{kind}" for kind in KINDS],
+        "/v1/dead-letters/{id}": [f"/v1/dead-letters/{each}" for each in letters],
+        "/v1/trace/{id}": ["/v1/trace/k"],
+        "/v1/schedules/{name}": [],
+        "/v1/once/{key}": [],
+        "/v1/replays/{id}": [],
+    }
+    said = {}
+    for route in ROUTES:
+        if route.method != "GET" or route.scope == "operate":
+            continue
+        if tenant is not None and route.tenants is For.SYSTEM:
+            continue
+        for path in places.get(route.path, [route.path]):
+            query = {"payload": True} if "trace" in path else {}
+            answer = await api.get(path, **query)
+            assert answer.status == 200, (path, answer.raw)
+            said[path] = answer.raw
+    assert len(letters) >= 2
+    return said
+
+
+@pytest.mark.parametrize(
+    ("tenant", "scopes"),
+    [
+        (None, ("read",)),
+        (None, ("read", "publish")),
+        ("acme", ("read",)),
+        ("acme", ("read", "operate")),
+    ],
+)
+async def test_no_route_tells_others_what_a_receiver_said(
+    database: Database, anybody: Api, tenant: str | None, scopes: Any
+) -> None:
+    await live_through(database)
+    api = anybody.with_token(await make_token(database, "reader", scopes, tenant=tenant))
+    for path, said in (await asked(api, tenant)).items():
+        assert CANARY.encode() not in said, path
+        assert tenant is None or b"egress_refused" not in said, path
+    own = tenant or "our"
+    shown = (await api.get(f"/v1/endpoints/{own}-garbled")).json
+    assert shown["health"]["last_answer"]["failure"] == "protocol"
+    assert shown["lanes"][0]["last_answer"].keys() <= SHOWN
+    # Which names lead inside is not for customers to find out.
+    shown = (await api.get(f"/v1/endpoints/{own}-inside")).json
+    failure = "egress_refused" if tenant is None else "connect"
+    assert shown["health"]["last_answer"]["failure"] == failure
+    assert shown["lanes"][0]["last_answer"]["failure"] == failure
+    shown = (await api.get(f"/v1/endpoints/{own}-busy")).json
+    assert shown["health"]["last_answer"]["status"] == 503
+    events = (await api.get("/v1/trace/k")).json["events"]
+    attempts = {
+        delivery["endpoint"]: delivery["attempts"][0]
+        for event in events
+        for delivery in event["deliveries"]
+        if delivery["attempts"]
+    }
+    garbled = attempts[f"{own}-garbled"]
+    assert (garbled["status"], garbled["error"], garbled["answer"]) == (None, "protocol", None)
+    assert attempts[f"{own}-inside"]["error"] == failure
+    assert attempts[f"{own}-busy"]["status"] == 503
+    assert any("it answered 503" in why for event in events for why in event["diagnosis"])
+
+
+async def test_an_operator_is_told_everything(database: Database, anybody: Api) -> None:
+    await live_through(database)
+    api = anybody.with_token(await make_token(database, "op", ("read", "operate")))
+    said = await asked(api, None)
+    heard = {path for path, text in said.items() if CANARY.encode() in text}
+    assert {"/v1/endpoints/our-busy", "/v1/endpoints/our-garbled", "/v1/trace/k"} <= heard
+    assert "/v1/status" in heard
+    assert any(path.startswith("/v1/dead-letters/") for path in heard)
+
+
+async def test_what_an_operational_event_tells_has_nothing_of_it(database: Database) -> None:
+    await live_through(database)
+    told = "SELECT count(*) FROM outbox WHERE type LIKE 'outbox.%'"
+    assert await fetchval(database, told) >= 3
+    leaks = "SELECT count(*) FROM outbox WHERE payload::text LIKE '%' || $1 || '%'"
+    assert await fetchval(database, leaks, CANARY) == 0
+    failures = """
+        SELECT jsonb_object_agg(payload -> 'endpoint' ->> 'name', payload -> 'failure') FROM outbox
+         WHERE type = 'outbox.endpoint.held' AND payload -> 'endpoint' ->> 'name' LIKE '%-inside'
+    """
+    told_of = json.loads(await fetchval(database, failures))
+    assert told_of == {"our-inside": "egress_refused", "acme-inside": "connect"}
+
+
+@pytest.mark.parametrize("tenant", [None, "acme"])
+async def test_a_trial_shows_the_answer_to_operators_of_the_system_alone(
+    database: Database, anybody: Api, tenant: str | None
+) -> None:
+    async with receiver() as at:
+        await add_endpoint(database, url=at.url, tenant=tenant)
+        secret = await make_token(database, "op", ("read", "operate"), tenant=tenant)
+        answer = await anybody.with_token(secret).post("/v1/endpoints/shop/test")
+    assert (answer.status, answer.json["status"]) == (200, 500)
+    assert answer.json["outcome"] == "retried"
+    assert (CANARY.encode() in answer.raw) == (tenant is None)
+
+
+# ---------------------------------------------------------------- other sites
+
+
+async def test_a_form_of_another_site_does_nothing(database: Database, api: Api) -> None:
+    """Nobody is known by a cookie, and what a form can send is refused, token or none."""
+    body = b'{"type": "a.b"}'
+    for content_type in (
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+    ):
+        headers = {"Content-Type": content_type, "Origin": "https://evil.example"}
+        told = await api.with_token(None).post("/v1/events", data=body, headers=headers)
+        assert told.status == 401
+        told = await api.post("/v1/events", data=body, headers=headers)
+        assert told.status == 415
+    assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
+
+
+async def test_no_answer_sets_a_cookie_lets_others_read_it_or_is_framed(api: Api) -> None:
+    answers = [
+        await api.get("/v1/me"),
+        await api.get("/v1/endpoints"),
+        await api.get("/openapi.json"),
+        await api.get("/nowhere"),
+        await api.ask("DELETE", "/v1/endpoints"),
+        await api.post("/v1/events", {"xyz": 1}),
+        await api.with_token(None).get("/v1/me"),
+        await api.ask("OPTIONS", "/v1/events", headers={"Origin": "https://evil.example"}),
+        await api.ask("GET", "/openapi.json", headers={"Host": "evil.example"}),
+    ]
+    for answer in answers:
+        assert "Set-Cookie" not in answer.headers
+        assert not any(name.startswith("Access-Control") for name in answer.headers)
+        assert answer.headers["X-Frame-Options"] == "DENY"
+        assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+        assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    async with api.session.get(f"{api.url}/") as page:
+        assert page.headers["X-Frame-Options"] == "DENY"
+        assert "script-src 'self'" in page.headers["Content-Security-Policy"]
+        assert "unsafe" not in page.headers["Content-Security-Policy"]
+        assert "Set-Cookie" not in page.headers
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from outbox.api import app
+    from tests.support.api import serving
+
+    monkeypatch.setattr(app, "ROUTES", tuple(replace(r, timeout_s=0.3) for r in ROUTES))
+    secret = await make_token(database)
+
+    async def never() -> Any:
+        yield b'{"type": '
+        await fetchval(database, "SELECT pg_sleep(60)")
+
+    async with serving(database) as api:
+        headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
+        async with api.session.post(
+            f"{api.url}/v1/events", data=never(), headers=headers
+        ) as answer:
+            assert answer.status == 503

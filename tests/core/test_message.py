@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+from uuid import UUID
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from standardwebhooks import Webhook
+
+from outbox.core.delivery.message import Delivery, build, prepare, rfc3339
+from outbox.core.delivery.signature import format_secret, verify
+from outbox.core.model.headers import own as carried
+from outbox.core.model.headers import pairs
+from outbox.core.model.ids import delivery_id, lane_name
+
+ENDPOINT = UUID("6f1c2a34-9d55-4f0e-8a55-2f6a1b0c9d3e")
+EVENT = UUID("0d9ff25f-6f0b-4e0d-9d4b-07a1dbb3d1f4")
+SECRET = bytes(range(32))
+OTHER = bytes(range(1, 33))
+NOW = 1_770_000_000
+
+DELIVERY = Delivery(
+    endpoint_id=ENDPOINT,
+    lane=lane_name(ENDPOINT, 1, 0),
+    seq=8,
+    batch=3,
+    outbox_id=42,
+    event_id=EVENT,
+    type="order.paid",
+    tenant="acme",
+    key="order-7",
+    published_at=datetime(2026, 1, 31, 12, 0, 0, 1, tzinfo=UTC),
+    expires_at=None,
+    payload=b'{"total": 12.50}',
+    headers=b'{"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}',
+)
+
+json_text = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | json_text,
+    lambda inner: st.lists(inner) | st.dictionaries(json_text, inner),
+    max_leaves=10,
+)
+
+
+def attempt(delivery: Delivery = DELIVERY, **changes: Any) -> tuple[dict[str, str], bytes]:
+    arguments = {"previous_seq": 6, "attempt": 1, "timestamp": NOW, "keys": [SECRET]}
+    headers, body = build(delivery, **(arguments | changes))
+    names = [name.lower() for name, _ in headers]
+    assert len(set(names)) == len(names), "a header twice"
+    return dict(zip(names, (value for _, value in headers), strict=True)), body
+
+
+def test_a_whole_request_as_the_contract_shows_it() -> None:
+    headers, body = attempt(DELIVERY._replace(replay_of=("a-1-0", 7)), attempt=2)
+    assert body == (
+        b'{"id":"0d9ff25f-6f0b-4e0d-9d4b-07a1dbb3d1f4","type":"order.paid",'
+        b'"timestamp":"2026-01-31T12:00:00.000001Z","tenant":"acme","key":"order-7",'
+        b'"lane":"6f1c2a349d55-1-0","sequence":8,"previous_sequence":6,'
+        b'"replay_of":{"lane":"a-1-0","sequence":7},"data":{"total": 12.50}}'
+    )
+    signature = headers.pop("webhook-signature")
+    assert headers == {
+        "content-type": "application/json",
+        "user-agent": "outbox-relay",
+        "webhook-id": "a635b22d-2f2b-854d-b0be-4ae9f4fa1dbe",
+        "webhook-timestamp": "1770000000",
+        "x-delivery": "a635b22d-2f2b-854d-b0be-4ae9f4fa1dbe",
+        "x-event": "0d9ff25f-6f0b-4e0d-9d4b-07a1dbb3d1f4",
+        "x-lane": "6f1c2a349d55-1-0",
+        "x-sequence": "8",
+        "x-previous-sequence": "6",
+        "x-attempt": "2",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    }
+    verify(headers | {"webhook-signature": signature}, body, [SECRET], NOW)
+
+
+def test_absent_values_are_left_out() -> None:
+    _, body = attempt(DELIVERY._replace(tenant=None, key=None, headers=None), previous_seq=0)
+    assert list(orjson.loads(body)) == [
+        "id", "type", "timestamp", "lane", "sequence", "previous_sequence", "data",
+    ]  # fmt: skip
+    assert orjson.loads(body)["previous_sequence"] == 0
+
+
+@given(json_text, json_text, json_values, st.integers(1, 2**63 - 1), st.data())
+def test_the_body_says_everything_and_the_headers_the_same(
+    tenant: str, key: str, payload: Any, seq: int, data: st.DataObject
+) -> None:
+    previous = data.draw(st.integers(0, seq - 1))
+    delivery = DELIVERY._replace(tenant=tenant, key=key, payload=orjson.dumps(payload), seq=seq)
+    headers, body = attempt(delivery, previous_seq=previous)
+    assert orjson.loads(body) == {
+        "id": str(EVENT),
+        "type": "order.paid",
+        "timestamp": "2026-01-31T12:00:00.000001Z",
+        "tenant": tenant,
+        "key": key,
+        "lane": delivery.lane,
+        "sequence": seq,
+        "previous_sequence": previous,
+        "data": payload,
+    }
+    assert headers["x-sequence"] == str(seq)
+    assert headers["x-previous-sequence"] == str(previous)
+    assert headers["x-lane"] == delivery.lane
+    verify(headers, body, [SECRET], NOW)
+
+
+def test_the_payloads_bytes_go_through_untouched() -> None:
+    payload = b'{"n": 1.10, "big": 123456789012345678901234567890, "n": 2}'
+    _, body = attempt(DELIVERY._replace(payload=payload))
+    assert body.endswith(b'"data":' + payload + b"}")
+
+
+def test_the_independent_library_verifies_it_also_while_a_secret_rotates() -> None:
+    timestamp = int(datetime.now(tz=UTC).timestamp())
+    headers, body = attempt(timestamp=timestamp, keys=[OTHER, SECRET])
+    assert len(headers["webhook-signature"].split(" ")) == 2
+    for secret in (SECRET, OTHER):
+        assert Webhook(format_secret(secret)).verify(body, headers)["data"] == {"total": 12.5}
+
+
+def test_the_last_delivery_of_a_lane_says_so_in_the_signed_body() -> None:
+    prepared = prepare(DELIVERY, 6, lane_ends=True)
+    headers = dict(pairs(prepared.attempt(1, NOW, [SECRET])))
+    assert orjson.loads(prepared.body)["lane_ends"] is True
+    assert b"lane_ends" not in prepare(DELIVERY, 6).body
+    assert not any("end" in name.lower() for name in headers)
+    verify({k.lower(): v for k, v in headers.items()}, prepared.body, [SECRET], NOW)
+
+
+def test_an_endpoints_own_headers_do_not_touch_ours() -> None:
+    ours = dict(pairs(prepare(DELIVERY._replace(headers=None), 6).lines))
+    prepared = prepare(DELIVERY, 6, endpoint_headers=carried({"X-Env": "a", "Host": "else"}))
+    assert dict(pairs(prepared.lines)) == ours | {"X-Env": "a"} | orjson.loads(
+        DELIVERY.headers or ""
+    )
+
+
+def test_attempts_differ_in_number_time_and_signature_only() -> None:
+    prepared = prepare(DELIVERY, 6)
+    first = dict(pairs(prepared.attempt(1, NOW, [SECRET])))
+    second = dict(pairs(prepared.attempt(2, NOW + 5, [SECRET])))
+    changed = {name for name in first if first[name] != second[name]}
+    assert changed == {"X-Attempt", "webhook-timestamp", "webhook-signature"}
+    assert first["X-Delivery"] == str(delivery_id(ENDPOINT, 42, DELIVERY.event_id))
+    verify(second, prepared.body, [SECRET], NOW + 5)
+
+
+# ------------------------------------------------------ the event's own headers
+
+
+def own(headers: dict[str, Any]) -> dict[str, str]:
+    ours, _ = attempt(DELIVERY._replace(headers=None))
+    all_of_them, _ = attempt(DELIVERY._replace(headers=orjson.dumps(headers)))
+    for name, value in ours.items():
+        assert all_of_them.pop(name) == value
+    return all_of_them
+
+
+def test_an_events_headers_go_along() -> None:
+    assert own({"X-Tenant-Region": "eu", "tracestate": "a=b", "empty": "", "pad": " x\t"}) == {
+        "x-tenant-region": "eu",
+        "tracestate": "a=b",
+        "empty": "",
+        "pad": "x",
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Host",
+        "Content-Length",
+        "Transfer-Encoding",
+        "content-type",
+        "Content-Encoding",
+        "CONNECTION",
+        "Keep-Alive",
+        "TE",
+        "Trailer",
+        "Upgrade",
+        "Expect",
+        "Proxy-Authorization",
+        "Proxy-Connection",
+        "User-Agent",
+        "webhook-id",
+        "Webhook-Signature",
+        "webhook-anything",
+        "X-Delivery",
+        "x-sequence",
+        "X-Previous-Sequence",
+        "X-LANE",
+        "X-Event",
+        "X-Attempt",
+    ],
+)
+def test_headers_that_are_ours_or_frame_the_request_are_left_out(name: str) -> None:
+    assert own({name: "evil", "kept": "1"}) == {"kept": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("a", "x\r\nX-Sequence: 99"),
+        ("a", "x\n"),
+        ("a", "x\x00y"),
+        ("a", "x\x7f"),
+        ("a", "é"),
+        ("a", "日本"),
+        ("a", 7),
+        ("", "x"),
+        ("a b", "x"),
+        ("a:", "x"),
+        ("a\r\nb", "x"),
+        ("a\n", "x"),
+        ("ä", "x"),
+        (" host", "x"),
+        ("Kelvin-\u212a", "x"),
+    ],
+)
+def test_headers_that_http_cannot_carry_unharmed_are_left_out(name: str, value: Any) -> None:
+    assert own({name: value, "kept": "1"}) == {"kept": "1"}
+
+
+def test_of_one_name_in_several_cases_the_first_goes_along() -> None:
+    assert own({"A-b": "1", "a-B": "2"}) == {"a-b": "1"}
+
+
+@given(st.dictionaries(json_text, json_text))
+def test_whatever_the_headers_the_request_is_well_formed(headers: dict[str, str]) -> None:
+    for name, value in own(headers).items():
+        assert re.fullmatch(r"[!#$%&'*+.^_`|~0-9a-z-]+", name)
+        assert value.isascii()
+        assert value == "" or value.isprintable() or "\t" in value
+        assert not set(value) & {"\r", "\n", "\0"}
+
+
+# ------------------------------------------------------------------ the time
+
+
+@pytest.mark.parametrize(
+    ("at", "text"),
+    [
+        (datetime(2026, 1, 31, 12, 0, tzinfo=UTC), "2026-01-31T12:00:00.000000Z"),
+        (
+            datetime(2026, 1, 1, 0, 30, tzinfo=timezone(timedelta(hours=2))),
+            "2025-12-31T22:30:00.000000Z",
+        ),
+        (datetime(33, 4, 3, tzinfo=UTC), "0033-04-03T00:00:00.000000Z"),
+    ],
+)
+def test_times_are_utc_with_microseconds(at: datetime, text: str) -> None:
+    assert rfc3339(at) == text
+
+
+@given(st.datetimes(datetime(2, 1, 1), datetime(9998, 1, 1), timezones=st.just(UTC)))
+def test_times_round_trip(at: datetime) -> None:
+    assert datetime.fromisoformat(rfc3339(at)) == at

@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.core.model import pattern
+from outbox.core.sequencing import router as sequencing
+from outbox.core.sequencing.router import Replay, Route, Router, Sighting, number
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SPREAD_MAX = 2**63 - 1
+LANES_EACH = 3
+
+tenants = st.sampled_from([None, "acme", "bolt"])
+types = st.sampled_from(["order.paid", "order.item.added", "user", "outbox.lane.ended"])
+subscriptions = st.lists(
+    st.sampled_from(["**", "*", "order.*", "order.**", "user", "outbox.**", "*.paid"]),
+    min_size=1,
+    max_size=3,
+    unique=True,
+).map(tuple)
+
+
+@st.composite
+def routes(draw: st.DrawFn) -> list[Route]:
+    """Up to five endpoints, each with one to three lanes of its own."""
+    made = []
+    for n in range(draw(st.integers(0, 5))):
+        lanes = draw(st.integers(1, LANES_EACH))
+        tenant = draw(tenants)
+        made.append(
+            Route(
+                endpoint_id=UUID(int=n),
+                types=draw(subscriptions),
+                tenant=tenant,
+                all_tenants=tenant is None and draw(st.booleans()),
+                lane_ids=tuple(10 * n + slot for slot in range(lanes)),
+                filter=draw(st.sampled_from([None, "@.even", "@.third"])),
+            )
+        )
+    return made
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[list[Sighting]]:
+    """Batches of events with ascending ids, as the cursor reads them."""
+    ids = iter(range(1, 1000))
+    return [
+        [
+            Sighting(next(ids), draw(tenants), draw(types), draw(st.integers(0, SPREAD_MAX)))
+            for _ in range(size)
+        ]
+        for size in draw(st.lists(st.integers(0, 8), max_size=5))
+    ]
+
+
+def subscribes(route: Route, event: Sighting) -> bool:
+    """The contract in words: the endpoint's own tenant or all of them, and a type it names."""
+    if event.tenant is None:
+        may_see = route.tenant is None
+    else:
+        may_see = route.all_tenants or route.tenant == event.tenant
+    return may_see and any(pattern.parse(t).fullmatch(event.type) for t in route.types)
+
+
+def deliveries_of(router: Router, batch: list[Sighting]) -> Iterator[tuple[int, int]]:
+    """(lane, event) of one batch, numbered from 0."""
+    out = number(router, batch, [], dict.fromkeys(router.lanes_of(batch), 0))
+    return zip(out.lane_ids, out.outbox_ids, strict=True)
+
+
+@given(routes(), batches())
+def test_every_event_goes_once_to_every_endpoint_that_may_see_it(
+    made: list[Route], read: list[list[Sighting]]
+) -> None:
+    router = Router(made)
+    for batch in read:
+        got = sorted((event, lane // 10) for lane, event in deliveries_of(router, batch))
+        assert got == sorted(
+            (event.id, route.endpoint_id.int)
+            for event in batch
+            for route in made
+            if subscribes(route, event)
+        )
+
+
+@given(routes(), batches())
+def test_numbers_are_contiguous_over_batches_and_in_the_order_of_ids(
+    made: list[Route], read: list[list[Sighting]]
+) -> None:
+    router = Router(made)
+    table: dict[int, int] = {}
+    lanes: dict[int, list[tuple[int, int]]] = {}
+    for batch in read:
+        known = {lane: table.get(lane, 0) for lane in router.lanes_of(batch)}
+        out = number(router, batch, [], known)
+        assert len(out) == len(out.lane_ids) == len(out.outbox_ids) == len(out.replay_ids)
+        assert out.counters.keys() == known.keys()
+        assert set(out.replay_ids) <= {None}
+        for lane, seq, event in zip(out.lane_ids, out.seqs, out.outbox_ids, strict=True):
+            lanes.setdefault(lane, []).append((seq, event))
+        table |= out.counters
+    for lane, given_out in lanes.items():
+        seqs, events = zip(*given_out, strict=True)
+        assert seqs == tuple(range(1, table[lane] + 1))
+        assert list(events) == sorted(set(events))
+
+
+@given(routes(), st.integers(0, SPREAD_MAX), tenants, types)
+def test_one_key_has_one_lane_at_each_endpoint(
+    made: list[Route], spread: int, tenant: str | None, event_type: str
+) -> None:
+    router = Router(made)
+    for route in router.match(tenant, event_type):
+        one = router.lanes_of([Sighting(1, tenant, event_type, spread)])
+        other = router.lanes_of([Sighting(99, tenant, event_type, spread)])
+        assert one == other
+        assert route.lane_ids[spread % len(route.lane_ids)] in one
+
+
+def test_keys_use_all_lanes() -> None:
+    router = Router([Route(UUID(int=1), ("**",), None, False, (5, 6, 7))])
+    events = [Sighting(spread, None, "a", spread) for spread in range(6)]
+    assert router.placed(events) == [(5, 0), (6, 1), (7, 2), (5, 3), (6, 4), (7, 5)]
+    assert router.placed([Sighting(1, None, "a", SPREAD_MAX)]) == [(5 + SPREAD_MAX % 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "all_tenants", "sees"),
+    [
+        (None, False, {None}),
+        (None, True, {None, "acme", "bolt"}),
+        ("acme", False, {"acme"}),
+        ("bolt", False, {"bolt"}),
+    ],
+)
+def test_tenants(tenant: str | None, all_tenants: bool, sees: set[str | None]) -> None:
+    router = Router([Route(UUID(int=1), ("**",), tenant, all_tenants, (1,))])
+    assert {t for t in (None, "acme", "bolt") if router.match(t, "order.paid")} == sees
+
+
+def test_operational_events_only_reach_who_names_them() -> None:
+    everything = Route(UUID(int=1), ("**", "*.**", "*"), None, True, (1,))
+    named = Route(UUID(int=2), ("outbox.**",), None, True, (2,))
+    router = Router([everything, named])
+    assert router.match(None, "outbox.lane.ended") == (named,)
+    assert router.match("acme", "outbox.ended") == (named,)
+    assert router.match(None, "outbox") == (everything,)
+    assert router.match(None, "outboxes.full") == (everything,)
+
+
+def test_an_endpoint_gets_an_event_once_though_two_patterns_match() -> None:
+    router = Router([Route(UUID(int=1), ("order.*", "order.paid", "**"), None, False, (1,))])
+    assert router.placed([Sighting(1, None, "order.paid", 0)]) == [(1, 1)]
+
+
+def test_a_subscription_that_is_none_is_refused() -> None:
+    with pytest.raises(UsageError, match="type pattern"):
+        Router([Route(UUID(int=1), ("order.paid", "a..b"), None, False, (1,))])
+
+
+@given(routes(), batches(), st.integers(1, 6))
+def test_forgetting_matches_changes_nothing(
+    made: list[Route], read: list[list[Sighting]], matches_max: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequencing, "MATCHES_MAX", matches_max)
+        router = Router(made)
+        for event in (event for batch in read for event in batch):
+            assert router.match(event.tenant, event.type) == tuple(
+                route for route in made if subscribes(route, event)
+            )
+            assert len(router._matches) <= matches_max
+
+
+@given(routes(), batches(), st.integers(1, 6))
+def test_what_is_remembered_is_bounded_by_endpoints_too(
+    made: list[Route], read: list[list[Sighting]], matched_max: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequencing, "MATCHED_MAX", matched_max)
+        router = Router(made)
+        for event in (event for batch in read for event in batch):
+            assert router.match(event.tenant, event.type) == tuple(
+                route for route in made if subscribes(route, event)
+            )
+            assert sum(map(len, router._matches.values())) <= matched_max
+
+
+@pytest.mark.parametrize("others", [10, 1000])
+def test_who_does_not_get_an_event_is_not_looked_at(others: int) -> None:
+    """Counted are the segments of patterns that are stepped to, and the routes."""
+    looks = Counter[str]()
+
+    class Counted(dict[str, pattern._Node]):
+        def get(self, key: str, default: Any = None) -> Any:
+            found = super().get(key, default)
+            looks["steps"] += found is not None
+            return found
+
+    class Routes(list[Route]):
+        def __getitem__(self, n: Any) -> Any:
+            looks["routes"] += 1
+            return super().__getitem__(n)
+
+        def __iter__(self) -> Iterator[Route]:
+            for route in super().__iter__():
+                looks["routes"] += 1
+                yield route
+
+    def count(node: pattern._Node) -> None:
+        for each in node.nodes.values():
+            count(each)
+        node.nodes = Counted(node.nodes)
+
+    made = [
+        Route(
+            UUID(int=n),
+            (f"t{n}.made", f"t{n}.*"),
+            f"tenant-{n % 7}" if n % 2 else None,
+            False,
+            (n,),
+        )
+        for n in range(others)
+    ]
+    wanted = Route(UUID(int=others), ("order.paid", "user.**"), "acme", False, (others,))
+    router = Router([*made, wanted])
+    for patterns in (router._of_all, *router._of_tenant.values()):
+        count(patterns._root)
+    router._routes = Routes(router._routes)
+    for event_type in ("order.paid", "user.gone", "t3.made"):
+        router.match("acme", event_type)
+        router.match("tenant-3", event_type)
+    assert router.match("acme", "order.paid") == (wanted,)
+    assert router.match("tenant-3", "t3.made") == (made[3],)
+    # order, paid; user, and the "**" behind it; t3, made and *.
+    assert looks == {"steps": 2 + 1 + 3, "routes": 1 + 1 + 1}
+
+
+# ------------------------------------------------------------------ filters
+
+MEETS = {None: lambda _: True, "@.even": lambda n: n % 2 == 0, "@.third": lambda n: n % 3 == 0}
+
+
+@given(routes(), batches(), st.sets(st.sampled_from(["@.even", "@.third"])))
+def test_a_filter_is_asked_about_what_else_would_go_to_its_endpoint_and_then_decides(
+    made: list[Route], read: list[list[Sighting]], unanswered: set[str]
+) -> None:
+    router = Router(made)
+    for batch in read:
+        wanted = {
+            (event.id, route) for event in batch for route in made if subscribes(route, event)
+        }
+        questions = router.questions(batch)
+        # Each tenant's for itself.
+        assert {(asked, event) for asked, ids in questions.items() for event in ids} == {
+            ((route.tenant, route.filter), event)
+            for event, route in wanted
+            if route.filter is not None
+        }
+        assert all(ids == sorted(set(ids)) for ids in questions.values())
+        refused = {
+            asked: {event for event in ids if not MEETS[asked[1]](event)}
+            for asked, ids in questions.items()
+            if asked[1] not in unanswered
+        }
+        lanes = router.lanes_of(batch, refused)
+        out = number(router, batch, [], dict.fromkeys(lanes, 0), refused)
+        assert lanes == set(out.lane_ids)
+        got = {(e, lane // 10) for lane, e in zip(out.lane_ids, out.outbox_ids, strict=True)}
+        # What was not answered counts as met.
+        assert got == {
+            (event, route.endpoint_id.int)
+            for event, route in wanted
+            if route.filter in unanswered or MEETS[route.filter](event)
+        }
+
+
+# ------------------------------------------------------------------ cutting
+
+
+@given(routes(), batches(), st.integers(1, 20))
+def test_a_cut_batch_is_as_large_as_it_may_be_and_never_empty(
+    made: list[Route], read: list[list[Sighting]], deliveries_max: int
+) -> None:
+    router = Router(made)
+    for batch in read:
+        fits = router.cut(batch, deliveries_max)
+        totals = [*accumulate(len(router.placed([event])) for event in batch)]
+        assert fits >= min(1, len(batch))
+        assert fits <= 1 or totals[fits - 1] <= deliveries_max
+        assert fits == len(batch) or totals[fits] > deliveries_max
+
+
+def test_an_event_that_alone_is_too_much_goes_alone() -> None:
+    router = Router([Route(UUID(int=n), ("**",), None, True, (n,)) for n in range(9)])
+    batch = [Sighting(n, None, "a", 0) for n in range(3)]
+    assert router.cut(batch, 5) == 1
+    assert router.cut(batch, 9) == 1
+    assert router.cut(batch, 18) == 2
+    assert router.cut(batch, 27) == 3
+    assert router.cut([], 5) == 0
+    nobody = Router([])
+    assert nobody.cut(batch, 1) == 3
+
+
+# ------------------------------------------------------------------ replays
+
+
+@given(routes(), batches(), st.lists(st.integers(0, 4), max_size=6))
+def test_replays_come_at_the_end_of_their_lane(
+    made: list[Route], read: list[list[Sighting]], slots: list[int]
+) -> None:
+    router = Router(made)
+    batch = [event for part in read for event in part]
+    replays = [
+        Replay(
+            id=500 + n,
+            lane_id=10 * slot,
+            outbox_id=n,
+            seq=70 + n,
+            copy_id=n % 2 or None,
+            was_backfill_id=n,
+        )
+        for n, slot in enumerate(slots)
+    ]
+    counters = dict.fromkeys(router.lanes_of(batch) | {r.lane_id for r in replays}, 7)
+    out = number(router, batch, replays, counters)
+    fresh = len(out) - len(replays)
+    assert out.replay_ids == [None] * fresh + [r.id for r in replays]
+    assert out.replay_seqs == [None] * fresh + [r.seq for r in replays]
+    assert out.copy_ids == [None] * fresh + [r.copy_id for r in replays]
+    assert out.was_backfill_ids == [None] * fresh + [r.was_backfill_id for r in replays]
+    assert out.lane_ids[fresh:] == [r.lane_id for r in replays]
+    assert out.outbox_ids[fresh:] == [r.outbox_id for r in replays]
+    for lane in counters:
+        seqs = [s for of, s in zip(out.lane_ids, out.seqs, strict=True) if of == lane]
+        assert seqs == list(range(8, 8 + len(seqs)))
+        assert out.counters[lane] == 7 + len(seqs)
+
+
+def test_a_lane_without_a_counter_is_an_error_and_not_a_new_lane() -> None:
+    router = Router([Route(UUID(int=1), ("**",), None, False, (1,))])
+    with pytest.raises(KeyError):
+        number(router, [Sighting(1, None, "a", 0)], [], {})

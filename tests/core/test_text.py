@@ -1,0 +1,70 @@
+"""What is somebody else's is quoted in a line that can be shown, whatever it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.endpoint_config import read
+from outbox.core.model.retry_policy import RetryPolicy
+from outbox.core.model.text import cut, one_line, quoted
+from outbox.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def bomb() -> list[Any]:
+    """Nine lists in each of nine lists, nine deep: more than fits in any memory, written out."""
+    value: list[Any] = ["x"] * 9
+    for _ in range(8):
+        value = [value] * 9
+    return value
+
+
+def deep() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    return value
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "a bomb": bomb,
+    "deep": deep,
+    "digits": lambda: 10**5000,
+    "digits below zero": lambda: -(10**5000),
+    "text": lambda: "x" * 10**6,
+    "mapping": lambda: {"a" * 10**6: bomb()},
+    "bytes": lambda: b"\0" * 9999,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_is_cut_however_large_deep_or_strange(name: str) -> None:
+    value = VALUES[name]()
+    assert len(quoted(value)) < 400
+    for field in ("name", "lanes", "filter", "connect_timeout_s", "method", "types"):
+        with pytest.raises(UsageError) as caught:
+            EndpointSettings(**{"name": "a", "url": "b", field: value})
+        assert len(str(caught.value)) < 600
+    for field in ("base_s", "factor", "jitter", "attempts_max"):
+        with pytest.raises(UsageError) as caught:
+            RetryPolicy(**{field: value})
+        assert len(str(caught.value)) < 600
+    with pytest.raises(UsageError, match="is not the id of an endpoint"):
+        read({"endpoints": [{"name": "a", "url": "b", "id": value}]})
+
+
+def test_short_values_are_quoted_as_they_are() -> None:
+    assert quoted("a'b") == '"a\'b"'
+    assert quoted(7) == "7"
+    assert cut("shop") == "shop"
+    assert cut("x" * 81) == "x" * 79 + "…"
+    assert cut("a\udcff") == "a?"
+
+
+def test_a_line_steers_no_terminal() -> None:
+    assert one_line("a\n\tb\x1b[2J\u2028c\x00\ud800") == "a b\ufffd[2J c\ufffd\ufffd"

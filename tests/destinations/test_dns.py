@@ -1,0 +1,252 @@
+"""Names to addresses: quick beside slow ones, bounded, and as the system has them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from outbox.core.model.response import Failure
+from outbox.destinations.http import dns as resolving
+from outbox.destinations.http import dns_cares
+from outbox.destinations.http.dns import ADDRESSES_MAX, LOOKUPS_MAX, Names, Unresolved
+from outbox.destinations.http.egress import EgressPolicy
+from outbox.destinations.http.router import Outbound
+from tests.destinations.conformance import LOOPBACK, closing, to
+from tests.destinations.nameserver import naming
+from tests.destinations.servers import OK, answering, serving
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+PUBLIC = "93.184.215.14"
+SLOW = [f"slow{n}.example" for n in range(300)]
+MANY = [f"127.{a}.{b}.1" for a in range(1, 11) for b in range(100)]
+
+
+@contextlib.asynccontextmanager
+async def resolver(**options: Any) -> AsyncIterator[Names]:
+    names = Names(**options)
+    try:
+        yield names
+    finally:
+        await names.aclose()
+
+
+async def test_addresses_of_both_families() -> None:
+    async with naming({"both.example": [PUBLIC, "2606:4700::1"]}) as server:
+        async with resolver(**server.options) as names:
+            assert sorted(await names.resolve("both.example")) == ["2606:4700::1", PUBLIC]
+            # Remembered, and each address is the first one in its turn.
+            first = {(await names.resolve("BOTH.example"))[0] for _ in range(2)}
+        assert first == {"2606:4700::1", PUBLIC}
+        assert len(server.asked) == 2
+
+
+async def test_names_in_the_hosts_file_and_of_this_machine() -> None:
+    async with resolver() as names:
+        assert "127.0.0.1" in await names.resolve("localhost")
+        with open("/etc/hosts") as hosts:  # noqa: ASYNC230, PTH123
+            lines = [line.split("#")[0].split() for line in hosts]
+        for address, *aliases in filter(None, lines):
+            for name in aliases:
+                if address.startswith("127.") and name != "localhost":
+                    assert address in await names.resolve(name)
+
+
+async def test_a_search_domain_is_tried_and_a_last_dot_says_not_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCALDOMAIN", "internal.example")  # In place of resolv.conf's `search`.
+    known = {"shop.internal.example": ["192.0.2.7"]}
+    async with naming(known) as server, resolver(**server.options) as names:
+        assert list(await names.resolve("shop")) == ["192.0.2.7"]
+        with pytest.raises(Unresolved):
+            await names.resolve("shop.")
+
+
+async def test_changed_settings_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "resolv.conf"
+    file.write_text("1")
+    monkeypatch.setattr(dns_cares, "RESOLV_CONF", file)
+    known: dict[str, list[str]] = {"slow.example": [], "good.example": [PUBLIC]}
+    async with (
+        naming(known) as server,
+        resolver(timeout=0.1, tries=100, **server.options) as names,
+    ):
+        asking = asyncio.ensure_future(names.resolve("slow.example"))
+        await until(lambda: server.asked != [])
+        first = names._asking
+        os.utime(file, ns=(1, 1))
+        await names.resolve("good.example")
+        assert names._asking is not first
+        known["slow.example"] = [PUBLIC]  # The first one still answers what it was asked.
+        assert list(await asking) == [PUBLIC]
+        assert first._closed  # type: ignore[union-attr]
+
+
+async def test_after_an_outage_names_are_found_again() -> None:
+    """c-ares' own event thread would sleep: nothing wakes it for the second name."""
+    known: dict[str, list[str]] = {"one.example": [], "two.example": []}
+    async with naming(known) as dns, resolver(timeout=0.05, tries=1, **dns.options) as names:
+        for host in ("one.example", "two.example", "one.example"):
+            with pytest.raises(Unresolved, match="timeout"):
+                await names.resolve(host)
+        known["two.example"] = [PUBLIC]
+        assert list(await names.resolve("two.example")) == [PUBLIC]
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        ("nowhere.example", "not found"),
+        ("loop.example", "."),
+        ("a" * 64 + ".example", "misformatted"),
+        ("127.1", "not found"),
+    ],
+)
+async def test_names_that_lead_nowhere(host: str, says: str) -> None:
+    known = {"loop.example": ["->pool.example"], "pool.example": ["->loop.example"]}
+    async with naming(known) as server, resolver(**server.options) as names:
+        with pytest.raises(Unresolved, match=says):
+            await names.resolve(host)
+
+
+async def test_a_thousand_addresses_are_not_all_looked_at() -> None:
+    async with naming({"bomb.example": MANY}) as server, resolver(**server.options) as names:
+        assert len(await names.resolve("bomb.example")) == ADDRESSES_MAX
+
+
+@pytest.mark.parametrize(
+    ("said", "status"),
+    [
+        (["10.0.0.5"], None),
+        (["::ffff:10.0.0.5"], None),
+        (["64:ff9b::a00:5"], None),
+        (["10.0.0.5", "127.0.0.1", "169.254.169.254"], 200),
+        (["::ffff:127.0.0.1", "fd00::1"], 200),
+    ],
+)
+async def test_of_a_dns_answer_what_is_allowed_is_used(said: list[str], status: int | None) -> None:
+    async with naming({"some.example": said}) as dns, serving(answering(OK)) as server:
+        transport = Outbound(LOOPBACK, resolver=Names(**dns.options))
+        async with closing(transport):
+            answer = await transport.send(to(f"http://some.example:{server.port}/"))
+    assert answer.status == status
+    assert answer.failure is (Failure.EGRESS_REFUSED if status is None else None)
+
+
+async def test_three_hundred_names_that_never_answer_hold_up_nobody() -> None:
+    good = {f"good{n}.example": ["127.0.0.1"] for n in range(60)}
+    async with (
+        naming(good | {name: [] for name in SLOW}) as dns,
+        serving(answering(OK)) as server,
+        resolver(**dns.options) as names,
+        closing(Outbound(LOOPBACK, resolver=names)) as transport,
+    ):
+
+        async def took_s(numbers: range) -> list[float]:
+            answers = []
+            for n in numbers:
+                url = f"http://good{n}.example:{server.port}/"
+                answers.append(await transport.send(to(url)))
+            assert [each.status for each in answers] == [200] * len(answers)
+            return sorted(each.elapsed_s for each in answers)
+
+        before = await took_s(range(30))
+        async with asyncio.TaskGroup() as tasks:
+            slow = [
+                tasks.create_task(
+                    transport.send(to(f"http://{name}/", connect_timeout_s=60, total_timeout_s=60))
+                )
+                for name in SLOW
+            ]
+            await until(lambda: len(names._pending) == len(SLOW))
+            beside = await took_s(range(30, 60))
+            for each in slow:
+                each.cancel()
+    # Each is a look-up, a connection and an exchange; a stalled one would take seconds.
+    assert beside[15] < before[15] * 10 + 0.1
+    assert beside[-1] < 1.0
+
+
+async def test_a_look_up_is_shared_and_outlives_who_asked_first() -> None:
+    known: dict[str, list[str]] = {"late.example": []}
+    async with naming(known) as dns, resolver(timeout=0.2, tries=20, **dns.options) as names:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await names.resolve("late.example")
+        assert len(names._pending) == 1
+        known["late.example"] = ["192.0.2.9"]
+        assert list(await names.resolve("late.example")) == ["192.0.2.9"]
+        assert names._pending == {}
+
+
+async def test_look_ups_are_bounded_and_known_names_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert LOOKUPS_MAX >= 1024
+    monkeypatch.setattr(resolving, "LOOKUPS_MAX", 8)
+    known: dict[str, list[str]] = {"known.example": [PUBLIC], **{name: [] for name in SLOW}}
+    async with naming(known) as dns, resolver(cache_s=0, **dns.options) as names:
+        await names.resolve("known.example")
+        for name in SLOW[:6]:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    await names.resolve(name)
+        with pytest.raises(Unresolved, match="too many"):
+            await names.resolve(SLOW[6])
+        assert list(await names.resolve("known.example")) == [PUBLIC]
+
+
+async def test_closing_ends_look_ups() -> None:
+    async with naming({"slow.example": []}) as dns:
+        names = Names(**dns.options)
+        asking = asyncio.ensure_future(names.resolve("slow.example"))
+        await until(lambda: dns.asked != [])
+        await names.aclose()
+        with pytest.raises(Unresolved):
+            await asking
+
+
+async def test_where_c_ares_cannot_start_threads_of_their_own_look_names_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("no inotify left")
+
+    monkeypatch.setattr(dns_cares, "Ares", refuse)
+    with capture_logs() as logs:
+        async with resolver() as names:
+            for _ in range(2):
+                assert "127.0.0.1" in await names.resolve("localhost")
+            monkeypatch.setattr(socket, "getaddrinfo", _unknown)
+            with pytest.raises(Unresolved, match="name or service not known"):
+                await names.resolve("nowhere.example")
+    assert [(line["log_level"], line["error"]) for line in logs] == [("warning", "no inotify left")]
+
+
+def _unknown(*_: object, **__: object) -> None:
+    raise socket.gaierror(-2, "Name or service not known")
+
+
+async def test_literals_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(Names, "resolve", never)
+    async with closing(Outbound(EgressPolicy())) as transport:
+        started = time.monotonic()
+        answer = await transport.send(to("https://[::1]/"))
+        assert answer.failure is Failure.EGRESS_REFUSED
+        assert time.monotonic() - started < 10

@@ -1,0 +1,300 @@
+"""Certificates and keys that strangers hand in: refused before anything is computed with them."""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+import ssl
+import time
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+
+from outbox.core.model.response import Failure
+from outbox.destinations.http import pem
+from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.tls import check_ca, check_identity, context_for
+from outbox.destinations.interface import Tls
+from outbox.errors import UsageError
+from tests.destinations.authority import Authority
+from tests.destinations.conformance import LOOPBACK, closing, to
+from tests.destinations.servers import OK, answering, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+MERSENNE = {2203: 2**2203 - 1, 2281: 2**2281 - 1, 4253: 2**4253 - 1, 4423: 2**4423 - 1}
+"""Primes that need no search, so that keys of any size are made at once."""
+CURVES = {"P-256": ec.SECP256R1(), "P-384": ec.SECP384R1(), "P-521": ec.SECP521R1()}
+CPU_S_MAX = 0.5
+"""What a refusal may take; the quickest of the slow ones took three seconds."""
+
+
+def text(key: Any, form: PrivateFormat = PrivateFormat.PKCS8) -> str:
+    return key.private_bytes(Encoding.PEM, form, NoEncryption()).decode()  # type: ignore[no-any-return]
+
+
+@cache
+def signer() -> ec.EllipticCurvePrivateKey:
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def certificate(public_key: Any, *, names: int = 0) -> str:
+    """For any public key; nobody looks at who signed it."""
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "evil")])
+    now = datetime.now(UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(public_key)
+        .serial_number(5)
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=30))
+    )
+    if names:
+        listed = [x509.DNSName(f"{n}.example") for n in range(names)]
+        made = made.add_extension(x509.SubjectAlternativeName(listed), critical=False)
+    return made.sign(signer(), hashes.SHA256()).public_bytes(Encoding.PEM).decode()
+
+
+def fitting(key: Any) -> str:
+    return certificate(key.public_key()) + text(key)
+
+
+# ----------------------------------------------------------------------- DER by hand
+
+
+def tlv(tag: int, body: bytes) -> bytes:
+    size = len(body)
+    if size < 128:
+        return bytes([tag, size]) + body
+    length = size.to_bytes((size.bit_length() + 7) // 8)
+    return bytes([tag, 0x80 | len(length)]) + length + body
+
+
+def integer(value: int) -> bytes:
+    return tlv(2, value.to_bytes(value.bit_length() // 8 + 1))
+
+
+def sequence(*parts: bytes) -> bytes:
+    return tlv(0x30, b"".join(parts))
+
+
+def block(label: str, der: bytes) -> str:
+    body = base64.encodebytes(der).decode()
+    return f"-----BEGIN {label}-----\n{body}-----END {label}-----\n"
+
+
+def rsa_block(n: int, e: int, d: int, p: int, q: int, *rest: int) -> str:
+    return block("RSA PRIVATE KEY", sequence(*map(integer, (0, n, e, d, p, q, *rest))))
+
+
+def mersenne(one: int, two: int) -> str:
+    """A whole RSA key, and a certificate for it."""
+    p, q = MERSENNE[one], MERSENNE[two]
+    e = next(e for e in range(65537, 70000, 2) if (p - 1) % e and (q - 1) % e)
+    d = pow(e, -1, (p - 1) * (q - 1))
+    public = rsa.RSAPublicNumbers(e, p * q).public_key()
+    rest = (d % (p - 1), d % (q - 1), pow(q, -1, p))
+    return certificate(public) + rsa_block(p * q, e, d, p, q, *rest)
+
+
+def odd(bits: int) -> int:
+    return secrets.randbits(bits) | 1 | 1 << bits - 1
+
+
+@cache
+def good() -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(65537, 2048)
+
+
+def spoiled(**parts: int) -> str:
+    """A key with a good certificate, of which some parts are others."""
+    numbers = good().private_numbers()
+    public = numbers.public_numbers
+    whole = {"n": public.n, "e": public.e, "d": numbers.d, "p": numbers.p, "q": numbers.q}
+    whole |= {"dmp1": numbers.dmp1, "dmq1": numbers.dmq1, "iqmp": numbers.iqmp}
+    return certificate(good().public_key()) + rsa_block(*(whole | parts).values())
+
+
+def old(oid: str) -> str:
+    """A huge key for Diffie-Hellman or DSA, in the form that all kinds have."""
+    parameters = sequence(integer(odd(60_000)), integer(odd(256)), integer(3))
+    algorithm = sequence(tlv(6, bytes.fromhex(oid)), parameters)
+    key = sequence(integer(0), algorithm, tlv(4, integer(odd(250))))
+    return certificate(signer().public_key()) + block("PRIVATE KEY", key)
+
+
+def deep() -> str:
+    der = b"\x05\x00"
+    for _ in range(2500):
+        der = tlv(0x30, der)
+    return certificate(signer().public_key()) + block("PRIVATE KEY", der)
+
+
+def explicit_curve() -> str:
+    """A curve that is told by its parameters, which are nobody's."""
+    field = sequence(tlv(6, bytes.fromhex("2a8648ce3d0101")), integer(odd(20_000)))
+    curve = sequence(tlv(4, bytes(32)), tlv(4, bytes(31) + b"\7"))
+    parameters = sequence(
+        integer(1), field, curve, tlv(4, b"\x04" + bytes(64)), integer(odd(256)), integer(1)
+    )
+    algorithm = sequence(tlv(6, bytes.fromhex("2a8648ce3d0201")), parameters)
+    key = tlv(4, sequence(integer(1), tlv(4, bytes(31) + b"\5")))
+    return certificate(signer().public_key()) + block(
+        "PRIVATE KEY", sequence(integer(0), algorithm, key)
+    )
+
+
+HOSTILE: dict[str, tuple[Callable[[], str], str]] = {
+    "4,484 bits that fit": (lambda: mersenne(2203, 2281), "4484 bits"),
+    "8,676 bits that fit": (lambda: mersenne(4253, 4423), "of no usual kind or size"),
+    "1,024 bits": (lambda: fitting(rsa.generate_private_key(65537, 1024)), "usual"),  # noqa: S505 (to be refused)
+    "huge p": (lambda: spoiled(p=odd(40_000)), "do not fit"),
+    "huge e": (lambda: spoiled(e=odd(30_000)), "do not fit"),
+    "huge d": (lambda: spoiled(d=odd(30_000)), "do not fit"),
+    "p is q": (lambda: spoiled(p=good().private_numbers().q), "do not fit"),
+    "p is 1": (lambda: spoiled(p=1), "(do not fit|cannot be read)"),
+    "no inverse": (lambda: spoiled(iqmp=5), "do not fit"),
+    "another exponent": (lambda: spoiled(dmp1=7), "do not fit"),
+    "even": (lambda: spoiled(n=good().private_numbers().public_numbers.n - 1), "do not fit"),
+    "DSA": (lambda: fitting(dsa.generate_private_key(1024)), "of no usual kind"),  # noqa: S505 (to be refused)
+    "DSA of 60,000 bits": (lambda: old("2a8648ce380401"), "cannot be read, or is not"),
+    "DH of 60,000 bits": (lambda: old("2a864886f70d010301"), "cannot be read, or is not"),
+    "Ed448": (lambda: fitting(ed448.Ed448PrivateKey.generate()), "of no usual kind"),
+    "P-192's sort": (lambda: fitting(ec.generate_private_key(ec.SECP256K1())), "of no usual kind"),
+    "parameters of a curve": (explicit_curve, "cannot be read, or is not"),
+    "deep": (deep, "cannot be read, or is not"),
+    "BEGIN again and again": (
+        lambda: certificate(signer().public_key()) + "-----BEGIN PRIVATE KEY-----\n" * 500,
+        "more than 32",
+    ),
+    "too long": (lambda: "-----BEGIN PRIVATE KEY-----\n" * 2300, "longer than"),
+    "many certificates": (lambda: certificate(signer().public_key()) * 35, "(more|longer) than"),
+    "OpenSSH": (
+        lambda: (
+            certificate(signer().public_key())
+            + text(ed25519.Ed25519PrivateKey.generate(), PrivateFormat.OpenSSH)
+        ),
+        "cannot be read, or is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", sorted(HOSTILE))
+def test_a_hostile_identity_is_refused_at_once(what: str) -> None:
+    make, says = HOSTILE[what]
+    given = make()
+    began_s = time.process_time()
+    for look in (check_identity, lambda pem: context_for(Tls(identity=pem))):
+        with pytest.raises(UsageError, match=says) as error:
+            look(given)
+        assert re.match("identity: [^\n]*$", str(error.value))
+    assert time.process_time() - began_s < CPU_S_MAX
+
+
+@pytest.mark.parametrize("what", ["RSA 2048", "RSA 4096", "P-256", "P-384", "P-521", "Ed25519"])
+@pytest.mark.parametrize("form", [PrivateFormat.PKCS8, PrivateFormat.TraditionalOpenSSL])
+async def test_the_usual_kinds_are_taken_and_work(what: str, form: PrivateFormat) -> None:
+    key: Any
+    match what.split():
+        case ["RSA", bits]:
+            key = rsa.generate_private_key(65537, int(bits))
+        case ["Ed25519"]:
+            key, form = ed25519.Ed25519PrivateKey.generate(), PrivateFormat.PKCS8
+        case _:
+            key = ec.generate_private_key(CURVES[what])
+    own, us = certificate(key.public_key()), Authority("us")
+    check_identity(own + text(key, form))
+    context = us.server("127.0.0.1", clients=us)
+    context.load_verify_locations(cadata=own)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    async with (
+        serving(answering(OK), context) as server,
+        closing(Outbound(LOOPBACK)) as transport,
+    ):
+        answer = await transport.send(
+            to(server, tls=Tls(ca=us.pem, identity=own + text(key, form)))
+        )
+    assert (answer.status, answer.detail) == (200, "")
+
+
+def test_a_composite_in_place_of_a_prime_harms_nobody() -> None:
+    """That it is none would take long to find out, and is its owner's own trouble."""
+    p, q, e = odd(1024), odd(1024), 65537
+    while True:
+        try:
+            d = pow(e, -1, (p - 1) * (q - 1))
+            rest = (d % (p - 1), d % (q - 1), pow(q, -1, p))
+        except ValueError:
+            p, q = odd(1024), odd(1024)
+        else:
+            if (p * q).bit_length() == 2048:
+                break
+            p, q = odd(1024), odd(1024)
+    public = rsa.RSAPublicNumbers(e, p * q).public_key()
+    given = certificate(public) + rsa_block(p * q, e, d, p, q, *rest)
+    began_s = time.process_time()
+    context_for(Tls(identity=given, ca=certificate(signer().public_key())))
+    assert time.process_time() - began_s < CPU_S_MAX
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: certificate(signer().public_key()) * 33, "more than 32"),
+        (lambda: certificate(dsa.generate_private_key(1024).public_key()), "of no usual kind"),  # noqa: S505 (to be refused)
+        (lambda: mersenne(4253, 4423).partition("-----BEGIN RSA")[0], "of no usual kind"),
+    ],
+)
+def test_hostile_authorities_are_refused_at_once(make: Callable[[], str], says: str) -> None:
+    given = make()
+    began_s = time.process_time()
+    for look in (check_ca, lambda pem: context_for(Tls(ca=pem))):
+        with pytest.raises(UsageError, match=f"ca: .*{says}"):
+            look(given)
+    assert time.process_time() - began_s < CPU_S_MAX
+
+
+def test_a_certificate_of_many_names_is_looked_at_quickly() -> None:
+    given = certificate(signer().public_key(), names=2500)
+    assert len(given) < pem.CA_CHARS_MAX
+    began_s = time.process_time()
+    check_ca(given)
+    assert time.process_time() - began_s < CPU_S_MAX
+
+
+def test_openssl_is_given_no_more_than_was_looked_at() -> None:
+    """It would read certificates in other wrappings, too."""
+    hidden = mersenne(4253, 4423).partition("-----BEGIN RSA")[0]
+    given = certificate(signer().public_key()) + hidden.replace(
+        "CERTIFICATE", "TRUSTED CERTIFICATE"
+    )
+    assert len(context_for(Tls(ca=given)).get_ca_certs(binary_form=True)) <= 1
+
+
+async def test_a_hostile_identity_in_the_table_fails_its_own_endpoint_alone() -> None:
+    us = Authority("us")
+    async with (
+        serving(answering(OK), us.server("127.0.0.1")) as server,
+        closing(Outbound(LOOPBACK)) as transport,
+    ):
+        hostile = await transport.send(
+            to(server, tls=Tls(ca=us.pem, identity=mersenne(2203, 2281)))
+        )
+        other = await transport.send(to(server, tls=Tls(ca=us.pem)))
+    assert hostile.failure is Failure.TLS
+    assert "4484 bits" in hostile.detail
+    assert other.status == 200

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.destinations.http.aiohttp import connector
+from outbox.destinations.http.dns import Unresolved
+from outbox.destinations.http.http1 import pool
+from outbox.destinations.http.http1.client import WireClient
+from outbox.destinations.http.router import Outbound
+from tests.destinations.conformance import LOOPBACK, Make, TransportConformance, closing, to
+from tests.destinations.egress_suite import Guarding, authority, connected
+from tests.destinations.receivers import HostileReceivers
+from tests.destinations.servers import OK, Connection, answering, serving
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Mapping
+
+    from outbox.destinations.http.egress import EgressPolicy
+    from outbox.destinations.http.router import Kind
+    from outbox.web.proxy import Proxy
+
+
+__all__ = ("authority", "connected")  # Fixtures.
+
+
+class Hosts:
+    """A resolver: None for never answering, and an absent name does not exist."""
+
+    def __init__(self, hosts: Mapping[str, list[str] | None]) -> None:
+        self._hosts = hosts
+
+    async def resolve(self, host: str) -> list[str]:
+        if host not in self._hosts:
+            raise Unresolved("name not known")
+        addresses = self._hosts[host]
+        if addresses is None:
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError
+        return addresses
+
+    async def aclose(self) -> None:
+        pass
+
+
+class _Making:
+    kind: Kind
+
+    @pytest.fixture
+    def make(self) -> Make:
+        def make(
+            policy: EgressPolicy = LOOPBACK,
+            *,
+            tls: ssl.SSLContext | None = None,
+            hosts: Mapping[str, list[str] | None] | None = None,
+            proxy: Proxy | None = None,
+        ) -> Outbound:
+            resolver = None if hosts is None else Hosts(hosts)
+            return Outbound(policy, proxy=proxy, kind=self.kind, tls=tls, resolver=resolver)
+
+        return make
+
+
+class TestWire(_Making, TransportConformance, Guarding, HostileReceivers):
+    kind = "wire"
+
+
+class TestWireOnUvloop(_Making, TransportConformance, HostileReceivers):
+    """As relays run; what is guarded depends on no loop."""
+
+    kind = "wire"
+
+
+class TestAiohttp(_Making, TransportConformance, Guarding, HostileReceivers):
+    kind = "aiohttp"
+
+
+async def test_what_is_cancelled_in_the_moment_of_its_answer_has_it_and_harms_no_other() -> None:
+    async def script(connection: Connection) -> None:
+        if (await connection.request()).body != b"hangs":
+            await connection.send(OK)
+        await connection.closed_by_peer()
+
+    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
+        hanging = asyncio.create_task(transport.send(to(server, body=b"hangs")))
+        await until(lambda: len(server.received) == 1)
+        assert isinstance(transport._straight, WireClient)
+        (connection,) = transport._straight._asked
+        other = asyncio.create_task(transport.send(to(server, total_timeout_s=5)))
+        hanging.cancel()
+        connection.data_received(OK)
+        with pytest.raises(asyncio.CancelledError) as cancelled:
+            await hanging
+        assert [answer.body for answer in cancelled.value.args] == [b"ok"]
+        assert cancelled.value.args[0].detail == ""
+        assert (await other).status == 200
+    assert server.connections == 2
+
+
+async def test_who_speaks_before_he_is_asked_is_asked_once_on_a_connection() -> None:
+    """His next answer would be taken for that of the request behind it."""
+
+    async def script(connection: Connection) -> None:
+        await connection.send(OK)
+        await spoken.wait()
+        while True:
+            await connection.request()
+            await connection.send(OK)
+
+    spoken = asyncio.Event()
+    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
+        assert isinstance(transport._straight, WireClient)
+        connecting = transport._straight._connecting
+        opened = connecting.open
+
+        async def late(*args: Any) -> Any:
+            connection = await opened(*args)
+            await until(lambda: connection._early == OK)
+            return connection
+
+        connecting.open = late  # type: ignore[method-assign]
+        for _ in range(2):
+            assert (await transport.send(to(server))).status == 200
+        spoken.set()
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize("kind", ["wire", "aiohttp"])
+async def test_kept_connections_are_those_of_a_bounded_number_of_targets(
+    monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """Of the one that was used longest ago they are closed; what is in use stays."""
+    monkeypatch.setattr(pool if kind == "wire" else connector, "POOLS_MAX", 2)
+    async with AsyncExitStack() as stack:
+        transport = await stack.enter_async_context(closing(Outbound(LOOPBACK, kind=kind)))
+        servers = [await stack.enter_async_context(serving(answering(OK))) for _ in range(3)]
+        for n in (0, 1, 0, 2):
+            assert (await transport.send(to(servers[n]))).status == 200
+        await servers[1].ended()
+        assert [bool(server._tasks) for server in servers] == [True, False, True]
+        for n in (0, 1, 2):
+            assert (await transport.send(to(servers[n]))).status == 200
+        assert [server.connections for server in servers] == [1, 2, 2]

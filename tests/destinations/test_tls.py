@@ -1,0 +1,336 @@
+"""Trust and identities: what is wrong with them is said at once, and nothing turns TLS off."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import ssl
+import tempfile
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+import outbox
+from outbox.config import Settings
+from outbox.core.model.response import Failure
+from outbox.destinations.http import tls_contexts
+from outbox.destinations.http.router import Outbound
+from outbox.destinations.http.tls import check_ca, check_identity, context_for, system_context
+from outbox.destinations.http.tls_contexts import Contexts
+from outbox.destinations.interface import Request, Tls
+from outbox.errors import UsageError
+from tests.destinations.authority import Authority
+from tests.destinations.conformance import LOOPBACK, closing, to
+from tests.destinations.servers import OK, Connection, answering, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GARBAGE = "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority("us")
+
+
+@pytest.fixture(scope="module")
+def identity(authority: Authority) -> tuple[str, str]:
+    return authority.identity()
+
+
+def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey, password: bytes | None = None) -> str:
+    protection = BestAvailableEncryption(password) if password else NoEncryption()
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, protection).decode()
+
+
+# ------------------------------------------------------------------ descriptions
+
+
+def test_an_identity_is_described_without_its_key(identity: tuple[str, str]) -> None:
+    chain, key = identity
+    described = check_identity(chain + key)
+    assert "CN=" in str(described) or "O=" in str(described)
+    assert described.sha256 == _openssl_fingerprint(chain)
+    assert f"{described.not_after:%Y-%m-%d}" in str(described)
+    assert "\n" not in str(described)
+    assert key.split("\n")[1] not in str(described) + repr(described)
+    # Whatever comes first: the key may stand before its certificate.
+    assert check_identity(key + chain) == described
+
+
+def test_of_several_to_trust_the_one_that_lasts_is_described(authority: Authority) -> None:
+    alone = check_ca(authority.pem)
+    assert (alone.more, alone.sha256) == (0, _openssl_fingerprint(authority.pem))
+    assert str(check_ca(authority.pem + Authority("b").pem)).endswith("and 1 more")
+
+
+def _openssl_fingerprint(text: str) -> str:
+    from hashlib import sha256
+
+    first = text[: text.index("-----END CERTIFICATE-----") + 26]
+    digest = sha256(ssl.PEM_cert_to_DER_cert(first)).hexdigest().upper()
+    return ":".join(digest[n : n + 2] for n in range(0, 64, 2))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda chain, key: "", "no certificate that can be read"),
+        (lambda chain, key: "nonsense", "no certificate that can be read"),
+        (lambda chain, key: GARBAGE + key, "no certificate that can be read"),
+        (lambda chain, key: key, "no certificate that can be read"),
+        (lambda chain, key: chain, "holds no private keys"),
+        (lambda chain, key: chain + key + key, "holds 2 private keys"),
+        (
+            lambda chain, key: chain + pem(ec.generate_private_key(ec.SECP256R1())),
+            "not the first certificate's",
+        ),
+        (
+            lambda chain, key: chain + pem(load_pem_private_key(key.encode(), None), b"hunter2"),  # type: ignore[arg-type]
+            "the private key is encrypted; decrypt it first",
+        ),
+        (
+            lambda chain, key: (
+                chain + "-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----"
+            ),
+            "the private key cannot be read",
+        ),
+        (lambda chain, key: chain + key + "x" * 70_000, "longer than"),
+    ],
+)
+def test_an_identity_that_cannot_be_used_is_refused_in_one_line(
+    identity: tuple[str, str], spoil: Callable[[str, str], str], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says) as error:
+        check_identity(spoil(*identity))
+    assert str(error.value).startswith("identity: ")
+    assert "\n" not in str(error.value)
+    assert identity[1].split("\n")[1] not in str(error.value)
+
+
+def test_an_expired_identity_is_refused(authority: Authority) -> None:
+    chain, key = authority.identity(until=datetime.now(UTC) - timedelta(days=1))
+    with pytest.raises(UsageError, match="identity: expired on "):
+        check_identity(chain + key)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("", "no certificate"), (GARBAGE, "no certificate"), ("x" * 70_000, "longer than")],
+)
+def test_what_cannot_be_trusted_is_refused(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=f"ca: .*{says}"):
+        check_ca(text)
+
+
+def test_a_private_key_is_not_taken_where_it_would_be_shown(
+    authority: Authority, identity: tuple[str, str]
+) -> None:
+    with pytest.raises(UsageError, match="ca: holds a private key"):
+        check_ca(authority.pem + identity[1])
+
+
+# ---------------------------------------------------------------------- secrecy
+
+
+def test_a_private_key_is_never_on_a_disk_in_clear(
+    identity: tuple[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chain, key = identity
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    seen: list[str] = []
+    load = ssl.SSLContext.load_cert_chain
+
+    def spy(self: ssl.SSLContext, name: str, *args: object, **options: object) -> None:
+        file = Path(name)
+        assert file.stat().st_mode & 0o777 == 0o600
+        seen.append(file.read_text())
+        load(self, name, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", spy)
+    context_for(Tls(identity=chain + key))
+    (written,) = seen
+    assert "-----BEGIN ENCRYPTED PRIVATE KEY-----" in written
+    for line in key.split("\n")[1:-2]:
+        assert line not in written
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_private_key_is_shown_by_nothing(identity: tuple[str, str]) -> None:
+    own = Tls(ca="ca", identity="".join(identity))
+    request = Request("https://example.com/", "", b"", tls=own)
+    secret = identity[1].split("\n")[1]
+    for text in (repr(own), str(own), repr(request), f"{request!r:.99999}"):
+        assert secret not in text
+    assert {own: 1}[Tls(ca="ca", identity="".join(identity))] == 1
+
+
+# ------------------------------------------------------------------ never turned off
+
+
+def test_every_context_verifies(authority: Authority, identity: tuple[str, str]) -> None:
+    for context in (
+        system_context(),
+        context_for(Tls()),
+        context_for(Tls(ca=authority.pem)),
+        context_for(Tls(ca=authority.pem, identity="".join(identity))),
+    ):
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert context.check_hostname
+        assert context.minimum_version >= ssl.TLSVersion.TLSv1_2
+
+
+def test_there_is_no_switch() -> None:
+    """No setting, and no place in the code, that takes whatever certificate comes."""
+    assert not [name for name in Settings.model_fields if "verify" in name or "insecure" in name]
+    source = "".join(
+        file.read_text() for file in Path(inspect.getfile(outbox)).parent.rglob("*.py")
+    )
+    for way in ("CERT_NONE", "CERT_OPTIONAL", "_create_unverified", "check_hostname = False"):
+        assert way not in source
+
+
+async def test_openssls_variables_say_whom_to_trust_and_not_whether(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    trusted, other = tmp_path / "ca.pem", tmp_path / "other.pem"
+    trusted.write_text(authority.pem)
+    other.write_text(Authority("other").pem)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    async with serving(answering(OK), authority.server("127.0.0.1")) as server:
+        for file, expected in ((trusted, 200), (other, None), (empty / "missing.pem", None)):
+            monkeypatch.setenv("SSL_CERT_FILE", str(file))
+            monkeypatch.setenv("SSL_CERT_DIR", str(empty))
+            for name in ("PYTHONHTTPSVERIFY", "SSL_NO_VERIFY", "NODE_TLS_REJECT_UNAUTHORIZED"):
+                monkeypatch.setenv(name, "0")
+            async with closing(Outbound(LOOPBACK)) as transport:
+                answer = await transport.send(to(server))
+            assert answer.status == expected
+            assert answer.failure is (None if expected else Failure.TLS)
+
+
+async def test_a_servers_own_certificate_can_be_trusted_alone(authority: Authority) -> None:
+    """Whoever pins one need not have what signed it."""
+    context = authority.server("127.0.0.1")
+    async with serving(answering(OK), context) as server:
+        leaf = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", server.port))
+        async with closing(Outbound(LOOPBACK)) as ours:
+            assert (await ours.send(to(server, tls=Tls(ca=leaf)))).status == 200
+            assert (await ours.send(to(server, tls=Tls()))).failure is Failure.TLS
+
+
+# -------------------------------------------------------------------------- cache
+
+
+async def test_contexts_are_kept_within_bounds(
+    authority: Authority, identity: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_contexts, "OWN_MAX", 2)
+    kept = Contexts(system_max=1)
+    known = Tls(identity="".join(identity))
+    ours = await kept.get(known)
+    first = Tls(ca=authority.pem)
+    made = await kept.get(first)
+    assert await kept.get(Tls(ca=authority.pem)) is made
+    for name in ("a", "b"):
+        await kept.get(Tls(ca=Authority(name).pem))
+    assert await kept.get(first) is not made
+    # Those with a trust of their own push out none of the others, which cost more.
+    assert await kept.get(known) is ours
+    await kept.get(Tls(identity="".join(authority.identity())))
+    assert await kept.get(known) is not ours
+    assert await kept.get(None) is await kept.get(None)
+
+
+async def test_lanes_that_ask_together_share_one_context(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Tls] = []
+    go = threading.Event()
+
+    def slowly(own: Tls) -> ssl.SSLContext:
+        asked.append(own)
+        go.wait(20)
+        if len(asked) == 1:
+            raise UsageError("ca: cannot be used")
+        return context_for(own)
+
+    monkeypatch.setattr(tls_contexts, "context_for", slowly)
+    kept = Contexts()
+    own = Tls(ca=authority.pem)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await kept.get(own)
+    lanes = [asyncio.ensure_future(kept.get(own)) for _ in range(64)]
+    await asyncio.sleep(0)
+    go.set()
+    refused = await asyncio.gather(*lanes, return_exceptions=True)
+    assert {str(each) for each in refused} == {"ca: cannot be used"}
+    # Whose time was up took nobody's with it, and what failed is tried again.
+    assert len(asked) == 1
+    made = await asyncio.gather(*[kept.get(own) for _ in range(64)])
+    assert len(set(map(id, made))) == 1
+    assert len(asked) == 2
+
+
+async def test_whoever_waits_for_a_context_is_told_when_it_ends(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+
+    def slowly(own: Tls) -> ssl.SSLContext:
+        go.wait(20)
+        return context_for(own)
+
+    monkeypatch.setattr(tls_contexts, "context_for", slowly)
+    kept = Contexts()
+    many = [Tls(ca=authority.pem + "\n" * n) for n in range(tls_contexts.THREADS + 1)]
+    waiting = [asyncio.ensure_future(kept.get(own)) for own in many]
+    await asyncio.sleep(0)
+    kept.close()
+    with pytest.raises(ConnectionAbortedError, match="the transport is closed"):
+        await waiting[-1]
+    go.set()
+    await asyncio.gather(*waiting[:-1])
+
+
+# -------------------------------------------------------------- a receiver's refusal
+
+
+async def test_a_receiver_that_wants_a_certificate_is_told_of(authority: Authority) -> None:
+    """With TLS 1.3 its alert comes when we are done with the handshake."""
+    context = authority.server("127.0.0.1", clients=authority)
+
+    async def script(connection: Connection) -> None:
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = context.wrap_bio(incoming, outgoing, server_side=True)
+        while True:
+            try:
+                tls.do_handshake()
+            except ssl.SSLWantReadError:
+                await connection.send(outgoing.read())
+                incoming.write(await connection.read())
+            except ssl.SSLError:
+                break
+        await connection.send(outgoing.read())
+        await connection.closed_by_peer()
+
+    async with serving(script) as server, closing(Outbound(LOOPBACK)) as transport:
+        answer = await transport.send(
+            to(f"https://127.0.0.1:{server.port}/", tls=Tls(ca=authority.pem))
+        )
+    assert answer.failure is Failure.TLS
+    assert answer.detail.endswith("certificate required")

@@ -1,0 +1,99 @@
+"""The way to the database can be cut, blocked and hung, and knows its sessions."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import asyncpg
+import pytest
+
+from outbox.devtools.chaos.proxy import Proxy
+from outbox.devtools.chaos.proxy_dsn import through
+from outbox.store.connection import dsn
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+
+@pytest.fixture
+async def proxy(database: Database) -> AsyncIterator[Proxy]:
+    proxy = Proxy(str(database.server.embedded.socket_dir), 5432)
+    await proxy.door.open()
+    yield proxy
+    proxy.close()
+
+
+@asynccontextmanager
+async def connection(proxy: Proxy, database: Database) -> AsyncIterator[asyncpg.Connection]:
+    connected = await asyncpg.connect(
+        host="127.0.0.1", port=proxy.door.port, user="postgres", database=database.name, timeout=5
+    )
+    try:
+        yield connected
+    finally:
+        connected.terminate()
+
+
+async def works(proxy: Proxy, database: Database) -> bool:
+    async with connection(proxy, database) as connected:
+        return await connected.fetchval("SELECT 1") == 1
+
+
+async def test_it_knows_the_backends_behind_it(proxy: Proxy, database: Database) -> None:
+    async with connection(proxy, database) as connected:
+        await connected.fetchval("SELECT 1")
+        assert [pid for pid, _ in proxy.sessions()] == [connected.get_server_pid()]
+    await until(lambda: not proxy.links, what="the link to be forgotten")
+
+
+async def test_it_cuts_what_goes_through_it(proxy: Proxy, database: Database) -> None:
+    async with connection(proxy, database) as connected:
+        proxy.cut()
+        with pytest.raises((asyncpg.PostgresError, asyncpg.InterfaceError, OSError)):
+            await connected.fetchval("SELECT 1")
+    assert await works(proxy, database)
+
+
+async def test_while_it_is_shut_connecting_is_refused(proxy: Proxy, database: Database) -> None:
+    proxy.door.shut()
+    with pytest.raises(ConnectionRefusedError):
+        await works(proxy, database)
+    await proxy.door.open()
+    assert await works(proxy, database)
+
+
+async def test_a_half_open_connection_never_works_again(proxy: Proxy, database: Database) -> None:
+    async with connection(proxy, database) as connected:
+        pid = connected.get_server_pid()
+        proxy.mute()
+        with pytest.raises(TimeoutError):
+            await connected.fetchval("SELECT 1", timeout=0.1)
+        proxy.heal()
+    # The server has not heard of its end, as with a network that is gone.
+    async with database.connection() as other:
+        assert await other.fetchval("SELECT count(*) FROM pg_stat_activity WHERE pid = $1", pid)
+    assert await works(proxy, database)
+    assert pid not in [known for known, _ in proxy.sessions()]
+
+
+def test_a_dsn_is_led_through_it_with_all_that_belongs_to_it(tmp_path: Path) -> None:
+    stored = tmp_path / "pass"
+    stored.write_text("# mine\nother:5432:*:me:no\ndb.test:5433:*:me:it\\:s 'so'\n")
+    address = dsn.parse(
+        "postgresql://me@db.test:5433/app?sslmode=require&options=-cgeqo%3Doff",
+        source="test",
+        env={},
+    )
+    text = through(address, "127.0.0.1", 7777, env={"PGPASSFILE": str(stored)})
+    led = dsn.parse(text, source="test", env={})
+    assert led.addresses == (("127.0.0.1", 7777),)
+    assert (led.user, led.database, led.password) == ("me", "app", "it:s 'so'")
+    assert led.sslmode == "require"
+    assert led.server_settings["options"] == "-cgeqo=off"

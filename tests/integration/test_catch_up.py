@@ -1,0 +1,316 @@
+"""A receiver that lost something fetches it from the relay, and ends as if it had not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sqlite3
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+from outbox.api import receivers
+from outbox.core.model.response import Answer
+from outbox.errors import UsageError
+from outbox.operations import fetch_tokens
+from outbox.receiver import AsyncReceiver, Gaps, MemoryDatabase, Receiver, Refuse, Request
+from outbox.receiver.fetch import CannotFetch, Fetch
+from outbox.web.address import Address
+from tests.support.relay import (
+    QUICK_RETRY,
+    Network,
+    Sent,
+    add_endpoint,
+    all_ended,
+    publish,
+    running,
+    settings_for,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+
+@asynccontextmanager
+async def fetchable(database: Database, name: str = "shop") -> AsyncIterator[Fetch]:
+    """Where a receiver can fetch, and as whom."""
+    connection = await database.connect(server_settings={"search_path": "relay"})
+    made = await fetch_tokens.add(connection, "relay", name, actor="test")
+    settings = settings_for(database, dsn_source="test")
+    async with receivers.running(settings, Address("127.0.0.1", 0)) as at:
+        yield Fetch(at.url, made.token)
+
+
+def as_request(sent: Sent) -> Request:
+    return Request("POST", sent.request.headers, sent.request.body)
+
+
+class Wire(Network):
+    """Delivers to a receiver, which may be changed, or forgets about it."""
+
+    def __init__(self, receiver: Any = None) -> None:
+        super().__init__(self._answer)
+        self.receiver = receiver
+        self.lost: set[int] = set()
+        """Numbers that somebody acknowledges in the receiver's place."""
+
+    async def _answer(self, sent: Sent) -> Answer:
+        if self.receiver is None or sent.seq in self.lost:
+            return Answer.of(200, 0.001)
+        request = as_request(sent)
+        if isinstance(self.receiver, AsyncReceiver):
+            answer = await self.receiver.handle(request)
+        else:
+            answer = await asyncio.to_thread(self.receiver.handle, request)
+        return Answer.of(answer.status, 0.001, body=answer.body)
+
+
+class Ledger:
+    """A SQLite file with an account, and a receiver that moves it."""
+
+    def __init__(self, file: Path, secret: str, **options: Any) -> None:
+        self.file = file
+        with contextlib.closing(self.connected()) as db:
+            db.execute("CREATE TABLE IF NOT EXISTS moved (n)")
+            db.commit()
+        self.receiver = Receiver(secret, file, **options)
+        self.receiver.on("a.b")(self.move)
+
+    def move(self, message: Any, connection: sqlite3.Connection) -> None:
+        connection.execute("INSERT INTO moved VALUES (?)", (message.data,))
+
+    def connected(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.file)
+
+    def moved(self) -> list[int]:
+        with contextlib.closing(self.connected()) as db:
+            return [n for (n,) in db.execute("SELECT n FROM moved ORDER BY rowid")]
+
+
+async def test_after_a_restored_backup_nothing_is_missing_and_nothing_twice(
+    database: Database, tmp_path: Path
+) -> None:
+    made = await add_endpoint(database)
+    async with fetchable(database) as fetch:
+        ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
+        wire = Wire(ledger.receiver)
+        async with running(database, wire):
+            await publish(database, *range(5), key="k")
+            await all_ended(database)
+            with contextlib.closing(ledger.connected()) as db:
+                db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            shutil.copy(ledger.file, tmp_path / "backup.sqlite")
+            await publish(database, *range(5, 10), key="k")
+            await all_ended(database)
+            assert ledger.moved() == list(range(10))
+            restored = Ledger(tmp_path / "backup.sqlite", made.secret, fetch=fetch)
+            assert restored.moved() == list(range(5))
+            wire.receiver = restored.receiver
+            (caught_up,) = await asyncio.to_thread(restored.receiver.catch_up)
+            assert (caught_up.fetched, caught_up.failed, caught_up.gone) == (5, None, ())
+            assert restored.moved() == list(range(10))
+            # And again: there is nothing left to do.
+            assert await asyncio.to_thread(restored.receiver.catch_up) == []
+            await publish(database, *range(10, 15), key="k")
+            await all_ended(database)
+            assert restored.moved() == list(range(15))
+    assert restored.receiver.totals.gaps == 0
+
+
+async def test_what_was_lost_is_fetched_before_what_comes_next(database: Database) -> None:
+    """Somebody acknowledged numbers that this receiver never saw."""
+    made = await add_endpoint(database)
+    async with (
+        fetchable(database) as fetch,
+        asyncpg.create_pool(database.dsn, min_size=1, max_size=4) as pool,
+    ):
+        receiver = AsyncReceiver(made.secret, pool, fetch=fetch, gaps=Gaps.CATCH_UP)
+        came: list[int] = []
+
+        @receiver.on("a.b")
+        def take(message: Any, _: Any) -> None:
+            came.append(message.data)
+
+        wire = Wire(receiver)
+        wire.lost = {3, 4, 7}
+        async with running(database, wire):
+            await publish(database, *range(1, 11), key="k")
+            await all_ended(database)
+        assert came == list(range(1, 11))
+        assert receiver.totals.gaps == 0
+        # A lost tail shows as soon as somebody asks.
+        wire.lost = {11, 12}
+        async with running(database, wire):
+            await publish(database, 11, 12, key="k")
+            await all_ended(database)
+        assert came == list(range(1, 11))
+        await receiver.catch_up()
+        assert came == list(range(1, 13))
+
+
+async def test_a_lane_that_began_meanwhile_is_fetched_from_its_beginning(
+    database: Database, tmp_path: Path
+) -> None:
+    made = await add_endpoint(database, lanes=3)
+    async with fetchable(database) as fetch:
+        ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
+        wire = Wire(ledger.receiver)
+        async with running(database, wire):
+            await publish(database, 0, key="k0")
+            await all_ended(database)
+            wire.receiver = None
+            for n in range(1, 30):
+                await publish(database, n, key=f"k{n}")
+            await all_ended(database)
+        await asyncio.to_thread(ledger.receiver.catch_up)
+    assert sorted(ledger.moved()) == list(range(30))
+
+
+async def test_a_lane_that_was_somebody_elses_is_not_fetched(
+    database: Database, tmp_path: Path
+) -> None:
+    made = await add_endpoint(database, lanes=3)
+    async with fetchable(database) as fetch:
+        wire = Wire()
+        async with running(database, wire):
+            for n in range(30):
+                await publish(database, n, key=f"k{n}")
+            await all_ended(database)
+            ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
+            wire.receiver = ledger.receiver
+            await publish(database, 30, key="k0")
+            await all_ended(database)
+        await asyncio.to_thread(ledger.receiver.catch_up)
+    assert ledger.moved() == [30]
+
+
+async def test_who_has_only_begun_does_not_want_all_of_history(
+    database: Database, tmp_path: Path
+) -> None:
+    made = await add_endpoint(database)
+    async with fetchable(database) as fetch:
+        async with running(database, Network()):
+            await publish(database, 1, 2, 3, key="k")
+            await all_ended(database)
+        ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
+        await asyncio.to_thread(ledger.receiver.start)
+        assert await asyncio.to_thread(ledger.receiver.catch_up) == []
+        (all_of_it,) = await asyncio.to_thread(
+            ledger.receiver.catch_up, next(iter(await asyncio.to_thread(list, fetch.lanes()))).lane
+        )
+        assert all_of_it.fetched == 3
+    assert ledger.moved() == [1, 2, 3]
+
+
+async def test_what_nobody_keeps_any_more_is_waited_for_no_longer(
+    database: Database, tmp_path: Path
+) -> None:
+    made = await add_endpoint(database)
+    async with fetchable(database) as fetch:
+        ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
+        wire = Wire(ledger.receiver)
+        wire.lost = {2, 3, 5}
+        async with running(database, wire):
+            await publish(database, *range(1, 7), key="k")
+            await all_ended(database)
+        async with database.connection(server_settings={"search_path": "relay"}) as db:
+            await db.execute("DELETE FROM outbox WHERE id = 2")
+            await db.execute("DELETE FROM delivery WHERE seq = 1")
+        (caught_up,) = await asyncio.to_thread(ledger.receiver.catch_up)
+        assert (caught_up.fetched, caught_up.gone) == (2, ((2, 2),))
+        assert sorted(ledger.moved()) == [1, 3, 4, 5, 6]
+        assert await asyncio.to_thread(ledger.receiver.catch_up) == []
+
+
+async def test_without_the_relay_what_comes_too_early_comes_later(database: Database) -> None:
+    made = await add_endpoint(database, retry=QUICK_RETRY | {"attempts_max": 1000})
+    nowhere = Fetch("http://127.0.0.1:9", "obf_" + "A" * 43)
+    receiver = AsyncReceiver(made.secret, MemoryDatabase(), fetch=nowhere, gaps=Gaps.CATCH_UP)
+    wire = Wire(receiver)
+    wire.lost = {2}
+    async with running(database, wire):
+        await publish(database, 1, 2, key="k")
+        await all_ended(database)
+        with pytest.raises(CannotFetch, match="cannot be asked"):
+            await receiver.catch_up()
+        async with fetchable(database) as fetch:
+            await publish(database, 3, key="k")
+            await until(lambda: receiver.totals.ended["put_off"])
+            assert receiver.totals.ended["processed"] == 1
+            receiver._fetch = fetch
+            await all_ended(database)
+    assert (receiver.totals.ended["processed"], receiver.totals.fetched) == (2, 1)
+
+
+async def test_what_is_refused_is_waited_for_no_longer(database: Database, tmp_path: Path) -> None:
+    made = await add_endpoint(database)
+    async with fetchable(database) as fetch:
+        ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch, gaps=Gaps.CATCH_UP)
+
+        @ledger.receiver.on("a.b")
+        def refuse(message: Any, _: Any) -> None:
+            if message.data == 3:
+                raise Refuse("never")
+
+        wire = Wire(ledger.receiver)
+        wire.lost = {2, 3}
+        async with running(database, wire):
+            await publish(database, 1, 2, 3, 4, 5, key="k")
+            await all_ended(database)
+        assert ledger.moved() == [1, 2, 4, 5]
+        assert await asyncio.to_thread(ledger.receiver.catch_up) == []
+
+
+async def test_what_cannot_be_processed_stops_its_lane_alone(
+    database: Database, tmp_path: Path
+) -> None:
+    made = await add_endpoint(database)
+    async with fetchable(database) as fetch:
+        ledger = Ledger(tmp_path / "shop.sqlite", made.secret, fetch=fetch)
+
+        @ledger.receiver.on("a.b")
+        def fail(message: Any, _: Any) -> None:
+            if message.data == 3:
+                raise LookupError
+
+        wire = Wire(ledger.receiver)
+        async with running(database, wire):
+            await publish(database, 1, key="k")
+            await all_ended(database)
+            wire.receiver = None
+            await publish(database, 2, 3, 4, key="k")
+            await all_ended(database)
+        (caught_up,) = await asyncio.to_thread(ledger.receiver.catch_up)
+    assert (caught_up.fetched, caught_up.failed) == (1, 3)
+    assert ledger.moved() == [1, 2]
+
+
+async def test_a_wrong_token_or_secret_is_said(database: Database) -> None:
+    made = await add_endpoint(database)
+    other = await add_endpoint(database, "other")
+    async with fetchable(database) as fetch:
+        lost = AsyncReceiver(other.secret, MemoryDatabase(), fetch=fetch)
+        async with running(database, Network()):
+            await publish(database, 1)
+            await all_ended(database)
+        (standing,) = [each async for each in fetch.lanes_async()]
+        with pytest.raises(CannotFetch, match="not signed with this receiver's secret"):
+            await lost.catch_up(standing.lane)
+        fetch._headers["Authorization"] = "Bearer obf_" + "A" * 43
+        with pytest.raises(CannotFetch, match="401, the fetch token is not known"):
+            await AsyncReceiver(made.secret, MemoryDatabase(), fetch=fetch).catch_up("x")
+    with pytest.raises(UsageError, match="does not know where"):
+        await AsyncReceiver(made.secret, MemoryDatabase()).catch_up()
+    with pytest.raises(UsageError, match="http"):
+        Fetch("ftp://x", "y")
+    with pytest.raises(UsageError, match="where"):
+        AsyncReceiver(made.secret, MemoryDatabase(), gaps=Gaps.CATCH_UP)

@@ -1,0 +1,231 @@
+"""A relay that owns nothing does all that a relay does, with the API and for receivers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+import pytest
+
+from outbox.api import receivers
+from outbox.api.problem import NOT_GRANTED
+from outbox.core.sequencing.partition_window import WIDTH, Keep
+from outbox.operations import fetch_tokens
+from outbox.relay.delivery import recorder
+from outbox.store.partitions import PARENTS, PartitionStore
+from outbox.store.retention import RetentionStore
+from outbox.web.address import Address
+from tests.support.api import make_token, serving
+from tests.support.relay import (
+    BUSY,
+    OK,
+    REFUSED,
+    Network,
+    Sent,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    fetchval,
+    killed_at_the_end,
+    publish,
+    running,
+    settings_for,
+)
+from tests.support.roles import dsn_of, role
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from asyncpg import Connection
+
+    from outbox.core.model.response import Answer
+    from tests.support.postgres import Database
+
+PATH = {"server_settings": {"search_path": "relay"}}
+OWING = """
+SELECT NOT EXISTS (SELECT FROM lane_progress p JOIN lane_counter c USING (lane_id)
+                    WHERE c.last_seq > p.acked_seq)
+"""
+AN_HOUR_AGO = """
+UPDATE period SET dropped_at = dropped_at - interval '2 hours' WHERE dropped_at IS NOT NULL
+"""
+SIZE = """
+SELECT sum(pg_relation_size(inhrelid)) FROM pg_inherits
+ WHERE inhparent = $1::text::regclass AND inhrelid::regclass::text ~ ('_' || $2::text || '$')
+"""
+
+
+class Keeper:
+    """Maintains as a relay does, with periods of no length of which nothing is kept."""
+
+    def __init__(self, connection: Connection[Any]) -> None:
+        self.db = connection
+        self.partitions = PartitionStore(connection)
+        self._retention = RetentionStore(connection, Keep(0, 0, 0), period_s=0)
+
+    async def tend(self) -> None:
+        for _ in range(6):
+            await self.partitions.extend()
+            await self.partitions.summarize()
+            await self._retention.tend()
+        await self._retention.clean()
+        await self.partitions.analyze()
+
+    async def first(self, kind: str) -> int:
+        number = await self.db.fetchval(
+            "SELECT min(number) FROM period WHERE kind = $1 AND dropped_at IS NULL", kind
+        )
+        return int(number)
+
+
+async def test_it_leads_delivers_and_retires_what_was_delivered(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "CHECKPOINT_EVERY_S", 0.05)
+
+    def script(sent: Sent) -> Answer:
+        if sent.body["data"] == "no":
+            return REFUSED
+        return BUSY if sent.attempt == 1 and sent.seq % 5 == 0 else OK
+
+    network = Network(script)
+    await add_endpoint(database, lanes=2)
+    # Who wants operational events has them written by the relay.
+    await add_endpoint(database, "told", types=["outbox.dead_letter.*"])
+    async with role(database, "relay") as name:
+        dsn = dsn_of(database, name)
+        keeper = Keeper(await database.connect(user=name, **PATH))
+        async with running(database, network, dsn=dsn):
+            for n in range(3):
+                await publish(database, *range(n * 20, n * 20 + 20), "no", key=f"k{n}")
+                await all_ended(database)
+                await until(lambda: fetchval(database, OWING), 10, "the checkpoints")
+                await keeper.tend()
+                assert await keeper.partitions.drop() == (0, 0)  # For an hour.
+                await fetchval(database, AN_HOUR_AGO)
+                gone, emptied = await keeper.partitions.drop()
+                assert gone == 0
+                assert emptied >= 1
+                assert await keeper.partitions.drop() == (0, 0)
+        assert await exceptions(database) == {}
+        shop = [s.body["data"] for s in network.accepted if s.url.endswith("shop")]
+        assert sorted(shop) == list(range(60))
+        told = [s.body["type"] for s in network.accepted if s.url.endswith("told")]
+        assert told == ["outbox.dead_letter.created"] * 3
+        for kind, parents in PARENTS.items():
+            first = await keeper.first(kind)
+            assert first > 0
+            for parent in parents:
+                there = [p.lo // WIDTH for p in await keeper.partitions.partitions(parent)]
+                assert there[0] == 0  # The shells are there,
+                assert await fetchval(database, SIZE, parent, "0") == 0  # and empty,
+                assert there[-1] >= first + 2  # and what comes has its own.
+    # Their owner drops them.
+    owned = PartitionStore(await database.connect(**PATH))
+    assert await owned.drop_owned() > 0
+    for kind, parents in PARENTS.items():
+        for parent in parents:
+            there = [p.lo // WIDTH for p in await owned.partitions(parent)]
+            assert there[0] == await keeper_first(database, kind)
+    assert await exceptions(database) == {}
+
+
+async def keeper_first(database: Database, kind: str) -> int:
+    sql = "SELECT min(number) FROM period WHERE kind = $1 AND dropped_at IS NULL"
+    return int(await fetchval(database, sql, kind))
+
+
+@pytest.mark.one_major
+async def test_it_takes_over_from_another_that_was_killed(database: Database) -> None:
+    await add_endpoint(database)
+    network = Network()
+    async with role(database, "relay") as name:
+        dsn = dsn_of(database, name)
+        async with killed_at_the_end(database, network, dsn=dsn, lease_s=1.0):
+            await publish(database, 1, 2)
+            await all_ended(database)
+        async with running(database, network, dsn=dsn):
+            await publish(database, 3)
+            await all_ended(database)
+    assert network.data() == [1, 2, 3]
+
+
+@pytest.mark.one_major
+async def test_its_api_shows_everything_and_changes_only_what_it_was_granted_to(
+    database: Database,
+) -> None:
+    await add_endpoint(database)
+    secret = await make_token(database)
+    async with (
+        role(database, "relay") as name,
+        serving(database, dsn=dsn_of(database, name)) as anybody,
+    ):
+        assert (await anybody.get("/v1/me")).status == 401
+        api = anybody.with_token(secret)
+        for path in ("status", "endpoints/shop", "events", "journal", "tokens", "doctor"):
+            assert (await api.get(f"/v1/{path}")).status == 200, path
+        for path, body in (
+            ("endpoints", {"name": "new", "url": "http://127.0.0.1:9/"}),
+            ("endpoints/shop/rotate-secret", {}),
+            ("tokens", {"name": "new", "scopes": ["operate"]}),
+            ("events", {"type": "a.b"}),
+        ):
+            answer = await api.post(f"/v1/{path}", body)
+            assert (answer.status, answer.detail) == (501, NOT_GRANTED), path
+        await database_grants(database, name)
+        for path, body in (
+            ("endpoints", {"name": "new", "url": "http://127.0.0.1:9/"}),
+            ("tokens", {"name": "new", "scopes": ["operate"]}),
+            ("events", {"type": "a.b"}),
+        ):
+            assert (await api.post(f"/v1/{path}", body)).status == 201, path
+
+
+async def database_grants(database: Database, name: str) -> None:
+    async with database.connection(**PATH) as owner:
+        await owner.execute(f"SELECT grant_operator('\"{name}\"'), grant_producer('\"{name}\"')")
+
+
+@pytest.mark.one_major
+async def test_receivers_fetch_and_have_sent_again_through_it(database: Database) -> None:
+    await add_endpoint(database)
+    network = Network()
+    async with database.connection(**PATH) as owner:
+        token = (await fetch_tokens.add(owner, "relay", "shop", actor="test")).token
+    async with role(database, "relay") as name:
+        dsn = dsn_of(database, name)
+        settings = settings_for(database, dsn=dsn, dsn_source="test")
+        async with (
+            running(database, network, dsn=dsn),
+            receivers.running(settings, Address("127.0.0.1", 0)) as at,
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {token}"}) as session,
+        ):
+            await publish(database, 1, 2)
+            await all_ended(database)
+            async with session.get(f"{at.url}v1/lanes") as answer:
+                (lane,) = (await answer.json())["items"]
+            async with session.get(f"{at.url}v1/lanes/{lane['lane']}/deliveries") as answer:
+                assert [each["sequence"] for each in (await answer.json())["items"]] == [1, 2]
+            async with session.post(
+                f"{at.url}v1/lanes/{lane['lane']}/replay", params={"after": 0}
+            ) as answer:
+                assert answer.status == 200
+            await until(lambda: len(network.accepted) == 4, 20, "both again")
+    assert network.data() == [1, 2, 1, 2]
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("purpose", ["operator", "reader"])
+async def test_a_role_for_something_else_is_told_what_a_relay_needs(
+    database: Database, logs: list[MutableMapping[str, Any]], purpose: str
+) -> None:
+    async with role(database, purpose) as name:
+        async with running(database, Network(), dsn=dsn_of(database, name)):
+            await until(lambda: logs, 10, "a line of the log")
+        (told, *_) = logs
+    assert told["event"] == "the session was lost"
+    assert told["reason"] == (
+        "permission denied for sequence replica_id_seq; have it granted what it is for "
+        "(outbox migrate --relay ROLE), or connect as the role that ran outbox migrate"
+    )

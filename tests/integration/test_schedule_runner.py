@@ -1,0 +1,214 @@
+"""A relay publishes what the clock asks for: schedules and future events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import outbox
+from outbox.operations import schedule_changes
+from tests.support.pgbouncer import find_the_schema, pgbouncer
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    Sent,
+    add_endpoint,
+    all_ended,
+    killed_at_the_end,
+    running,
+)
+from tests.support.schedules import add, let_be_due, published
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.core.model.response import Answer
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+QUICK = {"poll_s": 0.05}
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+def ticks(network: Network) -> list[str]:
+    return [sent.headers["x-schedule-time"] for sent in network.accepted]
+
+
+async def test_a_receiver_is_told_of_the_schedule_and_the_tick(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await add(db, payload={"n": 1}, headers={"X-Mine": "yes"})
+    (tick,) = await let_be_due(db, 1)
+    network = Network()
+    async with running(database, network, **QUICK):
+        await until(lambda: network.accepted, what="the tick")
+        await schedule_changes.run_now(db, "relay", "daily", actor="test")
+        await until(lambda: len(network.accepted) == 2, what="the run by hand")
+    by_clock, by_hand = network.accepted
+    assert by_clock.body["data"] == {"n": 1}
+    assert by_clock.headers["x-schedule"] == by_hand.headers["x-schedule"] == "daily"
+    assert by_clock.headers["x-schedule-time"] == f"{tick:%Y-%m-%dT%H:%M:%SZ}"
+    assert by_clock.headers["x-mine"] == "yes"
+    assert "x-schedule-run" not in by_clock.headers
+    assert by_hand.headers["x-schedule-run"] == "by-hand"
+
+
+async def test_a_future_event_is_sent_at_its_time_and_not_before(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    at = datetime.now(UTC) + timedelta(seconds=0.5)
+    late = await outbox.publish(db, "a", "late", deliver_at=at + timedelta(hours=1))
+    event_id = await outbox.publish(db, "a", "soon", deliver_at=at)
+    network = Network()
+    # It wakes up by itself: the next look would be in a minute.
+    async with running(database, network, poll_s=60):
+        await until(lambda: network.accepted, what="the event")
+    (sent,) = network.accepted
+    assert sent.body["id"] == str(event_id)
+    assert datetime.fromisoformat(sent.body["timestamp"]) >= at
+    assert [row["event_id"] for row in await db.fetch("SELECT * FROM future_event")] == [late]
+
+
+async def test_replicas_that_come_and_go_publish_each_tick_once(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await add(db)
+    expected: Counter[datetime] = Counter()
+    network = Network()
+
+    async def all_published() -> bool:
+        return Counter(await published(db)) == expected
+
+    async with running(database, network, **QUICK):
+        for _ in range(4):
+            async with killed_at_the_end(database, network, **QUICK):
+                for _ in range(3):
+                    expected.update(await let_be_due(db, 3))
+                    await until(all_published, what="the ticks")
+                expected.update(await let_be_due(db, 3))
+            await until(all_published, what="the ticks after the end of one")
+        # Who leads is gone, whoever it was, just when there is something to do.
+        for _ in range(3):
+            expected.update(await let_be_due(db, 2))
+            await db.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE application_name LIKE 'outbox-relay%'"
+            )
+            await until(all_published, what="the ticks after the sessions were lost")
+        await all_ended(database)
+    assert Counter(await published(db)) == expected
+
+
+class Slow(Network):
+    """Answers when it is told to, and by then as it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(self._wait)
+        self.release = asyncio.Event()
+        self.answer: Answer = OK
+
+    async def _wait(self, _: Sent) -> Answer:
+        await self.release.wait()
+        return self.answer
+
+
+@pytest.mark.parametrize("answer", [OK, REFUSED])
+async def test_the_next_run_waits_for_the_last_one(
+    database: Database, db: Connection[Any], answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it was delivered, or given up, in each lane."""
+    monkeypatch.setattr("outbox.core.schedules.schedule.LOOK_MIN_S", 0.05)
+    monkeypatch.setattr("outbox.core.schedules.schedule.LOOK_MAX_S", 0.05)
+    await add_endpoint(database, "quick")
+    await add_endpoint(database, "slow")
+    await add(db, overlap="wait")
+    await add(db, "other")
+    due = await let_be_due(db, 3)
+    network = Slow()
+    network.answer = answer
+    looks = "SELECT extract(epoch FROM look_at) FROM schedule WHERE name = 'daily'"
+    async with running(database, network, **QUICK):
+        await until(lambda: len(network.sent) == 2, what="the first run, at both endpoints")
+        look = await db.fetchval(looks)
+
+        async def looked_again() -> bool:
+            return bool(await db.fetchval(looks) != look)
+
+        await until(looked_again, what="a look at the last run")
+        # Meanwhile others go on.
+        await let_be_due(db, 1, "other")
+
+        async def other_ran() -> bool:
+            return len(await published(db, "other")) == 1
+
+        await until(other_ran, what="the other schedule")
+        assert await published(db) == due[:1]
+        network.release.set()
+
+        async def all_ran() -> bool:
+            return await published(db) == due
+
+        await until(all_ran, what="the other runs")
+        await all_ended(database)
+
+
+async def test_a_run_that_nobody_gets_is_not_waited_for(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outbox.core.schedules.schedule.LOOK_MAX_S", 0.05)
+    await add(db, overlap="wait")
+    due = await let_be_due(db, 2)
+
+    async def both_ran() -> bool:
+        return await published(db) == due
+
+    async with running(database, Network(), **QUICK):
+        await until(both_ran, what="both runs")
+
+
+async def test_what_the_database_refuses_holds_up_no_delivery(
+    database: Database, db: Connection[Any], logs: list[Any]
+) -> None:
+    await add_endpoint(database)
+    await add(db)
+    await let_be_due(db, 1)
+    await db.execute("ALTER TABLE schedule RENAME COLUMN look_at TO looked_at")
+    network = Network()
+    async with running(database, network, **QUICK):
+        await until(
+            lambda: any(entry["event"] == "ticks were refused" for entry in logs), what="a word"
+        )
+        await outbox.publish(db, "a", 1)
+        await until(lambda: network.accepted, what="the event")
+
+
+@pytest.mark.pgbouncer
+async def test_behind_a_proxy_that_pools_transactions(
+    database: Database, db: Connection[Any]
+) -> None:
+    await find_the_schema(database)
+    await add_endpoint(database)
+    await add(db)
+    due = await let_be_due(db, 5)
+    soon = datetime.now(UTC) + timedelta(seconds=0.2)
+    await outbox.publish(db, "a", "future", headers={"X-Schedule-Time": "x"}, deliver_at=soon)
+    network = Network()
+    async with pgbouncer(database, pool_size=4) as proxy:
+        options = {"dsn": proxy.dsn(), "pooled": True, "poll_s": 0.1}
+        async with running(database, network, **options), running(database, network, **options):
+            await until(lambda: len(network.accepted) == 6, what="all of it")
+    assert sorted(ticks(network)) == sorted(["x", *(f"{at:%Y-%m-%dT%H:%M:%SZ}" for at in due)])

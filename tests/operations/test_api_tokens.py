@@ -1,0 +1,132 @@
+"""What the API asks stays cheap, however much there is: by index, in few rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.model.api_token import TokenSettings, digest, format_token, in_order, is_token
+from outbox.errors import UsageError
+from outbox.operations import (
+    api_tokens,
+    dead_letters,
+    idempotency_keys,
+    journal,
+    replay_jobs,
+    tenancy,
+)
+from outbox.operations.find_event import PLAN_BY_ID
+from outbox.store.connection.connect import connect
+from outbox.store.connection.dsn import parse
+from tests.support.plans import explain
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+FILL = """
+INSERT INTO token (name, hash, scopes, created_by)
+SELECT 't' || i, sha256(i::text::bytea), '{read}', 'test' FROM generate_series(1, 5000) i;
+INSERT INTO endpoint (id, name, url, retry, lanes, tenant)
+SELECT md5(i::text)::uuid, 'e' || i, 'http://a/', '{}', 1, 'tenant-' || i % 100
+  FROM generate_series(1, 2000) i;
+INSERT INTO journal (kind, actor, endpoint_id)
+SELECT 'endpoint_updated', 'test', md5(CASE WHEN i % 2 = 0 THEN 1 ELSE i % 2000 + 1 END::text)::uuid
+  FROM generate_series(1, 40000) i;
+INSERT INTO once (key, event_id, expires_at)
+SELECT 'k' || i, gen_random_uuid(), now() + interval '1 d' FROM generate_series(1, 5000) i;
+INSERT INTO schedule (name, cron, timezone, type, payload, tenant, misfire, grace_s, overlap,
+                      next_at, look_at)
+SELECT 's' || i, '@daily', 'UTC', 'a.b', '{}', 'tenant-1', 'once', 60, 'allow', now(), now()
+  FROM generate_series(1, 5000) i;
+INSERT INTO replay_job (kind, asked_by) SELECT 'dead', 'test' FROM generate_series(1, 5000);
+INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id)
+SELECT i, md5((i % 2000 + 1)::text)::uuid, 1, 1, 1 FROM generate_series(1, 5000) i;
+INSERT INTO lane (endpoint_id, generation, slot)
+SELECT md5(i::text)::uuid, 1, 0 FROM generate_series(1, 2000) i;
+INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, outbox_id, tenant, reason,
+                         attempts)
+SELECT l.endpoint_id, l.id, 1, n, n, n, 'tenant-1', 'refused', 1
+  FROM lane l, generate_series(1, 5) n;
+"""
+
+
+@pytest.fixture
+async def db(database: Database) -> AsyncIterator[Connection[Any]]:
+    connection = await connect(parse(database.dsn, source="test", env={}), schema="relay")
+    await connection.execute(FILL)
+    yield connection
+    await connection.close()
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+async def test_what_is_asked_for_each_request_is_a_look_into_an_index(
+    db: Connection[Any], analyzed: bool
+) -> None:
+    if analyzed:
+        await db.execute("ANALYZE")
+    e1 = await db.fetchval("SELECT id FROM endpoint WHERE name = 'e1'")
+    own = [row["id"] for row in await db.fetch("SELECT id FROM endpoint WHERE tenant='tenant-1'")]
+    hash_ = await db.fetchval("SELECT hash FROM token WHERE name = 't77'")
+    cases: list[tuple[str, tuple[Any, ...], int]] = [
+        (api_tokens.FIND_TOKEN, (hash_,), 2),
+        (api_tokens.LIST_TOKENS, (4000, False, 101), 5000),
+        (tenancy.OWNS_ENDPOINT, ("tenant-1", "e1"), 2),
+        (tenancy.OWNS_SCHEDULE, ("tenant-1", "s1"), 2),
+        (tenancy.COUNT_DEAD_LETTERS, ("tenant-1", [1, 2, 3]), 10),
+        (tenancy.OWNS_JOB, ("tenant-1", 1), 5),
+        (idempotency_keys.FIND_EVENTS, (["k1", "k2"],), 4),
+        (journal.LIST_ALL, (journal.ID_MAX, 101), 101 + 2200),
+        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, [e1], True), 2200),
+        (journal.LIST_OF_ENDPOINTS, (journal.ID_MAX, 101, own, False), 2000 + 20 * 101),
+    ]
+    for sql, arguments, rows_max in cases:
+        for generic in (False, True):
+            async with db.transaction():
+                if "journal" in sql:
+                    await db.execute(PLAN_BY_ID)
+                plan = await explain(db, sql, *arguments, generic=generic)
+            assert plan.rows <= rows_max, f"{sql}\n{plan}"
+
+
+async def test_listings_of_a_tenant_ask_about_no_more_than_they_look_at(
+    db: Connection[Any],
+) -> None:
+    await db.execute("ANALYZE")
+    own = [row["id"] for row in await db.fetch("SELECT id FROM endpoint WHERE tenant='tenant-1'")]
+    nothing = (None,) * 5
+    plan = await explain(
+        db,
+        dead_letters.LIST_DEAD,
+        0,
+        ["dead"],
+        own,
+        101,
+        ["dead"],
+        *nothing,
+        "tenant-1",
+        generic=False,
+    )
+    assert plan.rows <= 10_000 + 3 * 2000, plan
+    plan = await explain(db, replay_jobs.READ_JOBS, 0, ["running"], 101, "tenant-1", generic=False)
+    assert plan.rows <= 40_000, plan
+
+
+def test_a_token_is_256_random_bits_in_a_form_that_is_known_again() -> None:
+    secret = format_token(bytes(range(32)))
+    assert secret == "obx_AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8"
+    assert is_token(secret)
+    assert not any(map(is_token, (secret[:-1], secret + "A", secret + "\n", secret[4:], "")))
+    assert len(digest(secret)) == 32
+
+
+def test_scopes_have_one_order_and_no_repetition() -> None:
+    assert in_order(["operate", "read", "read"]) == ("read", "operate")
+    assert TokenSettings(name="a", scopes=("publish", "read")).scopes == ("read", "publish")  # type: ignore[arg-type]
+    for wrong in ([], ["all"]):
+        with pytest.raises(UsageError, match="scopes: "):
+            in_order(wrong)

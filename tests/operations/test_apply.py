@@ -1,0 +1,182 @@
+"""A file's endpoints: planned, carried out in one transaction, and then nothing more."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+from outbox.core.model import endpoint_config
+from outbox.errors import UsageError
+from outbox.operations import endpoints
+from outbox.operations.apply import apply
+from outbox.operations.endpoint_changes import LOCK_EPOCH
+from tests.support.relay import add_endpoint
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.operations.apply import Outcome
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+URL = "https://example.com/"
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+async def put(db: Connection[Any], *declared: dict[str, Any], **options: Any) -> Outcome:
+    document = {"endpoints": [{"url": URL, **each} for each in declared]}
+    return await apply(db, "relay", endpoint_config.read(document), actor="ann", **options)
+
+
+def told(outcome: Outcome) -> list[tuple[str, str]]:
+    return [(step.action, step.name) for step in outcome.steps]
+
+
+async def names(db: Connection[Any]) -> list[str]:
+    return [row.name for row in await endpoints.page(db, "relay")]
+
+
+async def test_the_second_time_there_is_nothing_to_do(db: Connection[Any]) -> None:
+    file = ({"name": "a", "lanes": 2}, {"name": "b", "types": ["order.*"], "retry": "plane"})
+    first = await put(db, *file)
+    assert told(first) == [("add", "a"), ("add", "b")]
+    assert all(step.secret and step.id for step in first.steps)
+    version = await db.fetchval("SELECT version FROM cursor")
+    journal = await db.fetchval("SELECT count(*) FROM journal")
+    second = await put(db, *file)
+    assert told(second) == [("keep", "a"), ("keep", "b")]
+    assert second.changes == 0
+    assert {step.secret for step in second.steps} == {None}
+    assert await db.fetchval("SELECT version FROM cursor") == version
+    assert await db.fetchval("SELECT count(*) FROM journal") == journal
+
+
+async def test_what_differs_is_changed_and_what_is_not_said_is_the_default(
+    db: Connection[Any],
+) -> None:
+    await put(db, {"name": "a", "lanes": 2, "headers": {"Authorization": "x"}}, {"name": "b"})
+    done = await put(db, {"name": "b"}, {"name": "a", "method": "PUT"})
+    assert told(done) == [("keep", "b"), ("change", "a")]
+    differences = [(d.setting, d.old, d.new) for d in done.steps[1].differences]
+    assert differences == [
+        ("method", "POST", "PUT"),
+        ("headers", "Authorization", "none"),
+        ("lanes", "2", "1"),
+    ]
+    settings = (await endpoints.get(db, "relay", "a")).settings
+    assert (settings.method, settings.headers, settings.lanes) == ("PUT", {}, 1)
+
+
+async def test_a_dry_run_says_the_same_and_does_nothing(db: Connection[Any]) -> None:
+    await put(db, {"name": "a"}, {"name": "b"})
+    file = ({"name": "a", "lanes": 3}, {"name": "c"})
+    dry = await put(db, *file, prune=True, dry_run=True)
+    assert told(dry) == [("remove", "b"), ("change", "a"), ("add", "c")]
+    assert await names(db) == ["a", "b"]
+    wet = await put(db, *file, prune=True)
+    assert told(wet) == told(dry)
+    assert await names(db) == ["a", "c"]
+
+
+async def test_who_is_not_in_the_file_stays_unless_pruned(db: Connection[Any]) -> None:
+    await put(db, {"name": "a"}, {"name": "b"})
+    done = await put(db, {"name": "a"})
+    assert (done.others, done.changes) == (("b",), 0)
+    assert (await put(db, {"name": "a"}, prune=True)).others == ()
+    assert await names(db) == ["a"]
+
+
+async def test_what_is_owed_is_given_up_only_when_said(db: Connection[Any]) -> None:
+    await put(db, {"name": "a"}, {"name": "b"})
+    await db.execute("UPDATE lane_counter SET last_seq = 3")
+    with pytest.raises(UsageError, match='endpoint "b" is owed 3 deliveries'):
+        await put(db, {"name": "a"}, prune=True)
+    done = await put(db, {"name": "a"}, prune=True, give_up=True)
+    assert [(step.action, step.owed) for step in done.steps] == [("remove", 3), ("keep", 0)]
+    assert (await endpoints.get(db, "relay", "b")).row.state == "removing"
+    # Its relay has not finished that yet: the file is nevertheless as it is.
+    assert (await put(db, {"name": "a"}, prune=True)).changes == 0
+    with pytest.raises(UsageError, match=r"^endpoints\[0\].name: .* is being removed"):
+        await put(db, {"name": "b"})
+
+
+async def test_an_id_with_another_name_is_a_rename(database: Database, db: Connection[Any]) -> None:
+    made = await add_endpoint(database, "a")
+    done = await put(db, {"id": str(made.id), "name": "b", "url": "http://receiver.test/a"})
+    assert told(done) == [("change", "a")]
+    assert (await endpoints.get(db, "relay", "b")).row.id == made.id
+
+
+async def test_names_may_change_places(db: Connection[Any]) -> None:
+    made = await put(db, {"name": "a"}, {"name": "b"}, {"name": "c"})
+    ids = {step.name: str(step.id) for step in made.steps}
+    # And a new one takes the name that became free.
+    await put(
+        db,
+        {"id": ids["a"], "name": "b"},
+        {"id": ids["b"], "name": "a"},
+        {"id": ids["c"], "name": "d"},
+        {"name": "c"},
+    )
+    now = {row.name: str(row.id) for row in await endpoints.page(db, "relay")}
+    assert (now["b"], now["a"], now["d"]) == (ids["a"], ids["b"], ids["c"])
+    assert now["c"] not in ids.values()
+
+
+async def test_a_name_is_free_for_another_once_its_endpoint_is_pruned(db: Connection[Any]) -> None:
+    made = await put(db, {"name": "a"}, {"name": "b"})
+    file = {"id": str(made.steps[0].id), "name": "b"}
+    with pytest.raises(UsageError, match=r'^endpoints\[0\].name: endpoint "b" exists already'):
+        await put(db, file)
+    await put(db, file, prune=True)
+    (row,) = await endpoints.page(db, "relay")
+    assert (row.name, row.id) == ("b", made.steps[0].id)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+async def test_one_mistake_and_nothing_happens(db: Connection[Any], dry_run: bool) -> None:
+    await put(db, {"name": "a"})
+    unknown = "0d0a2ee4-8d4a-4c8a-9d0f-0d3f3b6b8a51"
+    for wrong, says in (
+        ({"name": "c", "filter": "@.a =="}, r"^endpoints\[2\].filter: the database cannot read it"),
+        ({"name": "c", "id": unknown}, r"^endpoints\[2\].id: there is no endpoint with the id"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            await put(db, {"name": "a", "lanes": 9}, {"name": "b"}, wrong, dry_run=dry_run)
+        assert await names(db) == ["a"]
+        assert (await endpoints.get(db, "relay", "a")).row.lanes == 1
+
+
+async def test_what_fails_half_way_is_undone(db: Connection[Any]) -> None:
+    await put(db, {"name": "a"})
+    await db.execute("ALTER TABLE ownership ADD CHECK (epoch > 0) NOT VALID")
+    with pytest.raises(asyncpg.CheckViolationError):
+        await put(db, {"name": "a", "lanes": 9}, {"name": "b"})
+    assert await names(db) == ["a"]
+    assert (await endpoints.get(db, "relay", "a")).row.lanes == 1
+
+
+async def test_lanes_of_several_are_changed_in_the_order_in_which_relays_lock_them(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await put(db, {"name": "a"}, {"name": "b"})
+    low, high = sorted((step.id, step.name) for step in made.steps if step.id)
+    async with database.connection(server_settings={"search_path": "relay"}) as relay:
+        async with relay.transaction():
+            await relay.execute(LOCK_EPOCH, low[0])
+            applying = asyncio.create_task(
+                put(db, {"name": high[1], "lanes": 2}, {"name": low[1], "lanes": 2})
+            )
+            pid = db.get_server_pid()
+            await until(lambda: relay.fetchval("SELECT pg_blocking_pids($1) <> '{}'", pid))
+            await relay.execute(f"{LOCK_EPOCH} NOWAIT", high[0])
+        await applying

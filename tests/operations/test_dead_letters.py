@@ -1,0 +1,402 @@
+"""Dead letters are kept with their event, sent again in order, or set aside by a person."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from outbox.errors import NotFound, UsageError
+from outbox.operations import dead_letters, discard, endpoint_removal, replays
+from outbox.operations.dead_letter_filter import Filter, Selection
+from tests.support import ranges
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+ALL = Selection(everything=True)
+
+# What a plan must not change.
+EVERYTHING = """
+SELECT 'letter' AS what, d::text FROM dead_letter d
+ UNION ALL SELECT 'journal', j::text FROM journal j
+ UNION ALL SELECT 'job', j::text FROM replay_job j
+ UNION ALL SELECT 'cursor', c::text FROM cursor c
+ ORDER BY 1, 2
+"""
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+async def bury(
+    db: Connection[Any], endpoint_id: UUID, *numbers: int, to: int | None = None
+) -> None:
+    """Dead letters without a relay."""
+    for number in numbers:
+        await db.execute(
+            """
+            INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, outbox_id, event_id,
+                   type, payload, reason, attempts, last_answer)
+            SELECT $1, min(id), 0, $2::bigint, $3::bigint, CASE WHEN $2 = $3 THEN $2 END,
+                   CASE WHEN $2 = $3 THEN gen_random_uuid() END,
+                   CASE WHEN $2 = $3 THEN 'a.b' END, CASE WHEN $2 = $3 THEN '{}'::jsonb END,
+                   'refused', 1, '{"status": 410}'
+              FROM lane WHERE endpoint_id = $1
+            """,
+            endpoint_id,
+            number,
+            to or number,
+        )
+
+
+async def ids(db: Connection[Any], **options: Any) -> list[int]:
+    return [row.id for row in await dead_letters.page(db, "relay", **options)]
+
+
+async def test_a_refused_delivery_is_shown_and_sent_again(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    network = Network(lambda sent: REFUSED if sent.body["data"] == {"n": 2} else OK)
+    async with running(database, network):
+        await publish(
+            database, {"n": 1}, {"n": 2}, {"n": 3}, key="k", tenant=None, headers='{"X-A": "b"}'
+        )
+        await all_ended(database)
+        (row,) = await dead_letters.page(db, "relay")
+        assert (row.endpoint, row.sequence, row.to_sequence) == ("shop", 2, 2)
+        assert row.lane == f"{made.id.hex[:12]}-1-0"
+        assert (row.type, row.reason, row.status, row.attempts) == ("a.b", "refused", 400, 1)
+        assert row.state == "dead"
+        letter = await dead_letters.get(db, "relay", row.id)
+        assert (letter.key, letter.tenant, letter.payload) == ("k", None, {"n": 2})
+        assert letter.headers == {"X-A": "b"}
+        assert letter.last_answer is not None
+        assert letter.last_answer["body"] == "no"
+        assert letter.replays == ()
+
+        network.script = lambda _: OK
+        outcome = await replays.replay(db, "relay", Selection(ids=(row.id,)), actor="ann@desk")
+        assert (outcome.done, outcome.skipped) == (1, {})
+        await until(lambda: network.data() == [{"n": 1}, {"n": 3}, {"n": 2}])
+        await all_ended(database)
+    again, first = network.sent[-1], network.sent[1]
+    assert again.delivery == first.delivery
+    assert (again.seq, again.body["replay_of"]) == (4, {"lane": row.lane, "sequence": 2})
+    (shown,) = (await dead_letters.get(db, "relay", row.id)).replays
+    assert (shown.lane, shown.sequence, shown.state, shown.again) == (row.lane, 4, "replayed", None)
+    assert await ids(db) == []
+    assert await ids(db, states=("replaying",)) == []
+    assert await ids(db, states=("replayed",)) == [row.id]
+    for refused in (replays.replay, discard.discard):
+        with pytest.raises(
+            UsageError,
+            match=f"{row.id} was sent again as number 4; see: outbox dead show {row.id}",
+        ):
+            await refused(db, "relay", Selection(ids=(row.id,)), actor="test")
+    kinds = [r["kind"] for r in await db.fetch("SELECT kind FROM journal WHERE actor = 'ann@desk'")]
+    assert kinds == ["dead_replayed"]
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.parametrize("to", [5, 9])
+async def test_what_became_of_a_replay(database: Database, db: Connection[Any], to: int) -> None:
+    one = await add_endpoint(database, "one")
+    await bury(db, one.id, 1)
+    (first,) = await ids(db)
+
+    async def state() -> tuple[str, int | None]:
+        (row,) = await dead_letters.page(db, "relay", states=dead_letters.STATES, limit=1)
+        letter = await dead_letters.get(db, "relay", first)
+        (again,) = letter.replays
+        assert (row.state, row.again) == (again.state, again.again)
+        assert letter.row == row
+        return row.state, row.again
+
+    await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    assert await state() == ("replaying", None)
+    await db.execute(
+        "INSERT INTO delivery SELECT min(lane.id), 1, 5, 1, min(replay.id), 1 FROM lane, replay;"
+        "UPDATE replay SET next_seq = 2"
+    )
+    assert await state() == ("replaying", None)
+    # An acknowledgement that no checkpoint has taken up yet.
+    await db.execute(
+        "INSERT INTO attempt SELECT lane_id, batch, seq, 1, 1, 'delivered', 204, NULL, now(), 1 "
+        "FROM delivery"
+    )
+    assert await state() == ("replayed", None)
+    await db.execute("DELETE FROM attempt")
+    await db.execute("UPDATE lane_progress SET acked_seq = 5")
+    assert await state() == ("replayed", None)
+    # Given up once more: for itself, or within a range.
+    await bury(db, one.id, 5 if to == 5 else 4, to=to)
+    (second,) = await ids(db)
+    assert await state() == ("dead_again", second)
+    with pytest.raises(UsageError, match=f"dead again as {second}; see: outbox dead show {second}"):
+        await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
+
+
+@pytest.mark.parametrize(
+    "several",
+    [
+        {"ids": (1,), "everything": True},
+        {"ids": (1,), "filter": Filter(endpoint="a")},
+        {"filter": Filter(tenant="t"), "everything": True},
+    ],
+)
+async def test_a_selection_is_one_thing(several: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="say which dead letters: some by their ids"):
+        Selection()
+    with pytest.raises(UsageError, match="say ids, all, or what they have in common, not"):
+        Selection(**several)
+    with pytest.raises(UsageError, match="at most 1000 by number"):
+        Selection(ids=tuple(range(1, 1002)))
+
+
+async def test_pages_and_filters(database: Database, db: Connection[Any]) -> None:
+    one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
+    await bury(db, one.id, 1, 2, 3)
+    await bury(db, two.id, 1)
+    everything = await ids(db)
+    assert len(everything) == 4
+    assert await ids(db, limit=2) == everything[:2]
+    assert await ids(db, limit=2, after=everything[1]) == everything[2:]
+    assert await ids(db, only=Filter(endpoint="two")) == everything[3:]
+    with pytest.raises(NotFound, match='there is no endpoint "tow"; did you mean "two"'):
+        await ids(db, only=Filter(endpoint="tow"))
+    await discard.discard(db, "relay", Selection(ids=(everything[0],)), actor="test")
+    assert await ids(db) == everything[1:]
+    assert await ids(db, states=dead_letters.STATES) == everything
+
+
+async def test_a_sweep_passes_over_what_cannot_be_sent_again(
+    database: Database, db: Connection[Any]
+) -> None:
+    one, gone = await add_endpoint(database, "one"), await add_endpoint(database, "gone")
+    await bury(db, one.id, 1, 2, 3)
+    await bury(db, one.id, 10, to=19)
+    await bury(db, gone.id, 1)
+    await db.execute("UPDATE dead_letter SET payload = NULL, event_id = NULL WHERE seq = 3")
+    off = await add_endpoint(database, "off")
+    await bury(db, off.id, 1, 2)
+    await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", off.id)
+    await endpoint_removal.remove(db, "relay", name="gone", actor="test")
+    before = await db.fetch(EVERYTHING)
+    found, planned = await replays.plan(db, "relay", ALL)
+    assert [(f.endpoint, f.letters, f.numbers, f.skipped) for f in found] == [
+        ("gone", 1, 1, 1),
+        ("off", 2, 2, 2),
+        ("one", 4, 13, 1),
+    ]
+    assert await db.fetch(EVERYTHING) == before
+    outcome = await replays.replay(db, "relay", ALL, actor="ann@desk")
+    assert (outcome.done, outcome.skipped) == (3, {"erased": 1, "disabled": 2, "removed": 1})
+    assert (planned.done, planned.skipped) == (outcome.done, outcome.skipped)
+    # To ask is to write down what is wanted; the leader takes it.
+    assert await db.fetchval("SELECT count(*) FROM replay") == 0
+    parts = "SELECT (endpoint_id, next_id <= last_id)::text FROM replay_part"
+    assert await db.fetchval(parts) == f"({one.id},t)"
+    await ranges.sequence_all(database)
+    sql = """SELECT array_agg((d.seq, d.to_seq)::text ORDER BY r.id)
+               FROM replay r JOIN dead_letter d ON d.id = r.dead_id"""
+    assert await db.fetchval(sql) == ["(1,1)", "(2,2)", "(10,19)"]
+    # What is replaying already is not looked at again.
+    assert (await replays.replay(db, "relay", ALL, actor="test")).done == 0
+    data = await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'")
+    assert orjson.loads(data) == {"job": outcome.job, "selection": {}, "letters": 3}
+
+
+async def test_a_selection_by_what_they_have_in_common(
+    database: Database, db: Connection[Any]
+) -> None:
+    one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
+    await bury(db, one.id, 1, 2, 3, 4)
+    await bury(db, two.id, 1)
+    await bury(db, two.id, 5, to=9)
+    await db.execute(
+        """
+        UPDATE dead_letter SET type = 'a.c' WHERE seq = 2;
+        UPDATE dead_letter SET tenant = 't', type = 'outbox.x' WHERE seq = 3;
+        UPDATE dead_letter SET reason = 'expired' WHERE seq = 4;
+        UPDATE dead_letter SET at = '2026-01-01Z' WHERE seq = 1
+        """
+    )
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    for only, expected in (
+        (Filter(endpoint="one"), [1, 2, 3, 4]),
+        (Filter(types=("a.*",)), [1, 2, 4, 5]),
+        (Filter(types=("**",)), [1, 2, 4, 5]),
+        (Filter(types=("a.c", "outbox.*")), [2, 3]),
+        (Filter(tenant="t"), [3]),
+        (Filter(reason="expired"), [4]),
+        (Filter(since=at, until=at + timedelta(seconds=1)), [1, 5]),
+        (Filter(until=at), []),
+        (Filter(since=at + timedelta(seconds=1)), [2, 3, 4, 6]),
+        (Filter(endpoint="two", types=("a.b",)), [5]),
+    ):
+        assert await ids(db, only=only) == expected, only
+        found, _ = await replays.plan(db, "relay", Selection(filter=only))
+        assert sum(f.letters for f in found) == len(expected)
+        assert await discard.count(db, "relay", Selection(filter=only)) == len(expected)
+    only = Filter(types=("a.c", "outbox.*"), reason="refused")
+    outcome = await replays.replay(db, "relay", Selection(filter=only), actor="ann@desk")
+    await ranges.sequence_all(database)
+    assert outcome.done == 2
+    assert await ids(db) == [1, 4, 5, 6]
+    told = orjson.loads(await db.fetchval("SELECT data FROM journal WHERE actor = 'ann@desk'"))
+    assert told["selection"] == {"types": ["a.c", "outbox.*"], "reason": "refused"}
+    with pytest.raises(UsageError, match='"tired" is not a reason; there are: refused, '):
+        Filter(reason="tired")
+    with pytest.raises(UsageError, match="until must be later than since"):
+        Filter(since=at, until=at)
+
+
+async def test_what_there_is_by_state(database: Database, db: Connection[Any]) -> None:
+    one, two = await add_endpoint(database, "one"), await add_endpoint(database, "two")
+    await bury(db, one.id, 1, 2, 3, 4)
+    await bury(db, two.id, 1)
+    await bury(db, two.id, 5, to=9)
+    await db.execute("UPDATE dead_letter SET reason = 'expired' WHERE id = 1")
+    await discard.discard(db, "relay", Selection(ids=(1,)), actor="test")
+    await replays.replay(db, "relay", Selection(ids=(2, 3, 4)), actor="test")
+
+    async def counted(**only: Any) -> list[tuple[Any, ...]]:
+        found = await dead_letters.counts(db, "relay", only=Filter(**only))
+        return [(c.endpoint, c.reason, c.state, c.letters, c.numbers) for c in found]
+
+    other = [("two", "refused", "dead", 2, 6)]
+    first = [("one", "expired", "discarded", 1, 1)]
+    assert await counted() == [*first, ("one", "refused", "replaying", 3, 3), *other]
+    # The first was sent and given up again, the second delivered, the third is owed.
+    await db.execute("UPDATE lane_counter SET last_seq = 10")
+    await ranges.sequence_all(database)
+    await db.execute("UPDATE lane_progress SET acked_seq = 11 WHERE endpoint_id = $1", one.id)
+    await db.execute(
+        "INSERT INTO attempt SELECT lane_id, batch, seq, 1, 1, 'delivered', 204, NULL, now(), 1 "
+        "FROM delivery WHERE seq = 12"
+    )
+    await bury(db, one.id, 11)
+    assert await counted() == [
+        *first,
+        ("one", "refused", "dead", 1, 1),
+        ("one", "refused", "dead_again", 1, 1),
+        ("one", "refused", "replayed", 1, 1),
+        ("one", "refused", "replaying", 1, 1),
+        *other,
+    ]
+    assert await counted(endpoint="two") == other
+
+
+async def test_what_is_named_must_be_possible(database: Database, db: Connection[Any]) -> None:
+    one, off, gone = [await add_endpoint(database, name) for name in ("one", "it is off", "gone")]
+    await bury(db, one.id, 1, 2, 3)
+    await bury(db, off.id, 10, to=19)
+    await bury(db, gone.id, 1)
+    await db.execute("UPDATE endpoint SET state = 'disabled' WHERE id = $1", off.id)
+    await endpoint_removal.remove(db, "relay", name="gone", actor="test")
+    first, second, third, disabled, removed = await ids(db)
+    await db.execute("UPDATE dead_letter SET payload = NULL WHERE id = $1", third)
+    await discard.discard(db, "relay", Selection(ids=(second,)), actor="test")
+    for dead_id, says in (
+        (second, "was discarded"),
+        (third, "has no event any more"),
+        (
+            disabled,
+            'belongs to the endpoint "it is off", which is disabled; '
+            "enable it first: outbox endpoint enable 'it is off'",
+        ),
+        (removed, 'belongs to the endpoint "gone", which was removed'),
+    ):
+        # All or none: the good one beside it is left alone, too.
+        with pytest.raises(UsageError, match=f"dead letter {dead_id} {says}"):
+            await replays.replay(db, "relay", Selection(ids=(first, dead_id)), actor="test")
+    with pytest.raises(NotFound, match="there is no dead letter 99; see: outbox dead list"):
+        await replays.replay(db, "relay", Selection(ids=(first, 99)), actor="test")
+    assert await db.fetchval("SELECT count(*) FROM replay") == 0
+    await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
+        await replays.replay(db, "relay", Selection(ids=(first,)), actor="test")
+    with pytest.raises(UsageError, match=f"dead letter {first} is being sent again already"):
+        await discard.discard(db, "relay", Selection(ids=(first,)), actor="test")
+
+
+async def test_discarding_is_journalled(database: Database, db: Connection[Any]) -> None:
+    one = await add_endpoint(database, "one")
+    await bury(db, one.id, 1)
+    await bury(db, one.id, 10, to=19)
+    both = await ids(db)
+    outcome = await discard.discard(db, "relay", ALL, actor="ann@desk", reason="the customer left")
+    assert (outcome.done, outcome.skipped) == (2, {})
+    row = await db.fetchrow("SELECT actor, endpoint_id, data FROM journal ORDER BY id DESC LIMIT 1")
+    assert row["actor"] == "ann@desk"
+    assert orjson.loads(row["data"]) == {
+        "reason": "the customer left",
+        "selection": {},
+        "letters": 2,
+        "from": both[0],
+        "to": both[1],
+    }
+    assert await ids(db) == []
+
+
+async def test_a_great_many_are_discarded_step_by_step(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discard, "STEP", 2)
+    one = await add_endpoint(database, "one", lanes=2)
+    await bury(db, one.id, 1, 2, 3, 4, 5)
+    await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT min(id), 3 FROM lane")
+    version = await db.fetchval("SELECT version FROM cursor")
+    assert (await discard.discard(db, "relay", ALL, actor="ann@desk")).done == 5
+    told = await db.fetch("SELECT data FROM journal WHERE actor = 'ann@desk' ORDER BY id")
+    assert [orjson.loads(r["data"])["letters"] for r in told] == [2, 2, 1]
+    # Only where a lane waits for it has anybody to be told.
+    assert await db.fetchval("SELECT version FROM cursor") == version + 1
+    assert await db.fetchval("SELECT count(*) FROM lane_block") == 0
+
+
+@pytest.mark.parametrize("decide", [replays.replay, discard.discard])
+async def test_a_decision_frees_the_lane_that_waits_for_it(
+    database: Database, db: Connection[Any], decide: Any
+) -> None:
+    one = await add_endpoint(database, "one", lanes=2)
+    await bury(db, one.id, 1, 2)
+    await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 2 FROM lane")
+    first, second = await ids(db)
+    version = await db.fetchval("SELECT version FROM cursor")
+    await decide(db, "relay", Selection(ids=(first,)), actor="test")
+    assert await db.fetchval("SELECT count(*) FROM lane_block") == 2
+    await decide(db, "relay", Selection(ids=(second,)), actor="test")
+    # The other lane waits for another letter of the same number.
+    assert await db.fetchval("SELECT array_agg(lane_id) = ARRAY[max(l.id)] FROM lane_block, "
+                             "(SELECT max(id) AS id FROM lane) l")  # fmt: skip
+    # Its owner looks at what a higher version tells it.
+    assert await db.fetchval("SELECT version FROM cursor") == version + 2
+
+
+async def test_there_is_no_such_dead_letter(db: Connection[Any]) -> None:
+    with pytest.raises(NotFound, match="there is no dead letter 7"):
+        await dead_letters.get(db, "relay", 7)

@@ -1,0 +1,116 @@
+"""The doctor's probe goes the way of an event, and leaves nobody anything to clear up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import pytest
+
+from outbox.operations.doctor import Finding, Limits, Severity
+from tests.support.doctor import PATH, findings
+from tests.support.relay import Network, add_endpoint, all_ended, exceptions, fetchval, running
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+ALIVE = "SELECT EXISTS (SELECT FROM replica WHERE expires_at > clock_timestamp())"
+REPLICA = """
+INSERT INTO replica (name, version, pids, lease_s, expires_at)
+VALUES ('r1', '1', '{}', 5, clock_timestamp() + interval '1 h')
+"""
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(**PATH)
+
+
+async def probed(db: Connection[Any], **options: Any) -> Finding:
+    (found,) = [f for f in await findings(db, probing=True, **options) if f.check == "probe"]
+    return found
+
+
+async def test_an_event_goes_through_the_database_and_reaches_nobody_else(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, "all")
+    await add_endpoint(database, "operator", types=["outbox.*", "outbox.**"])
+    await add_endpoint(database, "named", types=["outbox.probe"])
+    network = Network()
+    async with running(database, network):
+        await until(lambda: fetchval(database, ALIVE), what="a relay")
+        found = await probed(db)
+        assert found.severity is Severity.OK, found
+        await all_ended(database)
+    for part in ("event 1 of type outbox.probe: insert ", "commit ", "notification ", "sequenced "):
+        assert part in found.says
+    assert [(s.url, s.body["type"]) for s in network.sent] == [
+        ("http://receiver.test/named", "outbox.probe")
+    ]
+    assert await exceptions(database) == {}
+    assert not db.is_in_transaction()
+
+
+@pytest.mark.one_major
+async def test_without_a_relay_nothing_is_published(
+    database: Database, db: Connection[Any]
+) -> None:
+    found = await probed(db)
+    assert found.severity is Severity.OK
+    assert found.says.startswith("no relay runs, so nothing was published: commit ")
+    assert "notification " in found.says
+    assert await fetchval(database, "SELECT count(*) FROM outbox") == 0
+    assert await db.fetch("SELECT pg_listening_channels()") == []
+
+
+@pytest.mark.one_major
+async def test_a_relay_that_does_not_sequence_is_told(db: Connection[Any]) -> None:
+    await db.execute(REPLICA)
+    found = await probed(db, limits=replace(Limits(), probe_s=0.05))
+    assert found.severity is Severity.WARNING
+    assert "event 1 of type outbox.probe was not sequenced within 0 s" in found.says
+    assert "outbox trace 1" in str(found.do)
+
+
+@pytest.mark.one_major
+async def test_what_takes_long_is_told(db: Connection[Any]) -> None:
+    found = await probed(db, limits=replace(Limits(), probe_slow_ms=0))
+    assert found.severity is Severity.WARNING
+    assert found.says.startswith("an event takes long to get through the database: commit ")
+
+
+@pytest.mark.one_major
+async def test_who_does_not_listen_is_not_made_to(db: Connection[Any]) -> None:
+    found = await probed(db, listening=False)
+    assert (found.severity, "notification" in found.says) == (Severity.OK, False)
+
+
+async def test_a_role_that_may_only_read_says_so(database: Database, db: Connection[Any]) -> None:
+    await db.execute(REPLICA)
+    await db.execute("DROP ROLE IF EXISTS reader; CREATE ROLE reader LOGIN")
+    await db.execute("SELECT relay.grant_reader('reader'); GRANT pg_monitor TO reader")
+    reader = await asyncpg.connect(
+        database.server.embedded.dsn(database.name, user="reader"), **PATH
+    )
+    try:
+        found = await probed(reader, limits=replace(Limits(), probe_s=0.05))
+        assert found.severity is Severity.WARNING
+        assert found.says.startswith(
+            "could not send a probe: needs INSERT and SELECT on relay.outbox; without one: commit"
+        )
+        assert found.do == "run it with --no-probe, or as an operator"
+        await db.execute("SELECT relay.grant_operator('reader')")
+        assert (
+            "was not sequenced"
+            in (await probed(reader, limits=replace(Limits(), probe_s=0.05))).says
+        )
+        await reader.execute("SET default_transaction_read_only = on")
+        found = await probed(reader)
+        assert "this role's transactions are read-only" in found.says
+    finally:
+        await reader.close()

@@ -1,0 +1,475 @@
+"""What an operator changes about an endpoint holds from a batch on, and is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from outbox.core.delivery.signature import parse_secret
+from outbox.core.model.retry_policy import PRESETS
+from outbox.errors import NotFound, UsageError
+from outbox.operations import (
+    endpoint_changes,
+    endpoint_removal,
+    endpoint_secrets,
+    endpoint_states,
+    endpoints,
+)
+from outbox.store import endpoints as destinations
+from outbox.store.connection.secrets import CLEAR
+from outbox.store.replicas import ReplicaStore
+from outbox.store.routing_change import change
+from tests.support.relay import (
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    register,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    from asyncpg import Connection
+
+    from outbox.operations.endpoint_changes import Updated
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+PATH = {"server_settings": {"search_path": "relay"}}
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(**PATH)
+
+
+async def update(db: Connection[Any], **values: Any) -> Updated:
+    return await endpoint_changes.update(
+        db, "relay", "shop", lambda settings: replace(settings, **values), actor="test"
+    )
+
+
+async def batch(db: Connection[Any], number: int) -> None:
+    """A batch of the sequencer's went by."""
+    await db.execute("INSERT INTO batch (batch, high) VALUES ($1, 0)", number)
+
+
+async def subscriptions(db: Connection[Any]) -> list[tuple[Any, ...]]:
+    rows = await db.fetch(
+        "SELECT from_batch, to_batch, types, tenant, all_tenants, filter FROM subscription "
+        "ORDER BY from_batch"
+    )
+    return [tuple(row) for row in rows]
+
+
+async def journal(db: Connection[Any], kind: str) -> list[dict[str, Any]]:
+    rows = await db.fetch("SELECT data FROM journal WHERE kind = $1 ORDER BY id", kind)
+    return [orjson.loads(row["data"]) for row in rows]
+
+
+# ------------------------------------------------------------------- update
+
+
+async def test_every_setting_can_be_changed_and_the_id_stays(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    values = {
+        "name": "store",
+        "url": "https://example.com/new",
+        "types": ("a.*",),
+        "tenant": "acme",
+        "filter": "@.a == 1",
+        "method": "PUT",
+        "headers": {"Authorization": "Bearer hunter2"},
+        "connect_timeout_s": 1.0,
+        "total_timeout_s": 2.0,
+        "in_flight_max": 4,
+        "rate_per_s": 0.5,
+        "allow_networks": ("10.1.0.0/16",),
+        "ca": "-----BEGIN CERTIFICATE-----",
+        "retry": PRESETS["plane"],
+        "retryable": ("429",),
+        "on_dead_letter": "block",
+        "backlog_count_max": 5,
+        "backlog_age_max_s": 60.0,
+        "disable_after_s": 3600.0,
+        "checkpoint_every_s": 60.0,
+        "lanes": 2,
+    }
+    done = await update(db, **values)
+    found = await endpoints.get(db, "relay", "store")
+    assert (done.id, found.row.id) == (made.id, made.id)
+    for field, value in values.items():
+        assert getattr(found.settings, field) == value, field
+    (told,) = await journal(db, "endpoint_updated")
+    assert told["name"] == "shop"
+    assert told["changes"]["name"] == ["shop", "store"]
+    assert "hunter2" not in str(told)
+    with pytest.raises(NotFound):
+        await endpoints.get(db, "relay", "shop")
+
+
+async def test_changing_nothing_writes_nothing(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, lanes=2)
+    assert (await update(db, lanes=2, types=("**",))).differences == ()
+    assert await journal(db, "endpoint_updated") == []
+    assert len(await subscriptions(db)) == 1
+    assert await db.fetchval("SELECT count(*) FROM lane") == 2
+
+
+async def test_a_subscription_changes_from_a_batch_on(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await batch(db, 1)
+    await batch(db, 2)
+    await update(db, types=("a.*",), tenant="t", filter="@.a == 1")
+    assert await subscriptions(db) == [
+        (1, 3, ["**"], None, False, None),
+        (3, None, ["a.*"], "t", False, "@.a == 1"),
+    ]
+    # What is not about who gets what begins no version.
+    await update(db, total_timeout_s=3.0)
+    assert len(await subscriptions(db)) == 2
+    # Nor does a version that no batch has seen stay.
+    await update(db, tenant=None, all_tenants=True)
+    assert (await subscriptions(db))[1:] == [(3, None, ["a.*"], None, True, "@.a == 1")]
+
+
+async def test_a_change_of_lanes_is_a_new_generation(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database, lanes=2)
+    await batch(db, 1)
+    await db.execute("UPDATE ownership SET epoch = 7")
+    await update(db, lanes=3)
+    await update(db, lanes=1)
+    rows = await db.fetch(
+        "SELECT l.generation, l.slot, p.floor_batch, p.epoch, c.last_seq FROM lane l "
+        "JOIN lane_progress p ON p.lane_id = l.id JOIN lane_counter c ON c.lane_id = l.id "
+        "WHERE l.generation > 1 ORDER BY 1, 2"
+    )
+    assert [tuple(row) for row in rows] == [
+        (2, 0, 2, 7, 0),
+        (2, 1, 2, 7, 0),
+        (2, 2, 2, 7, 0),
+        (3, 0, 2, 7, 0),
+    ]
+    found = await endpoints.get(db, "relay", "shop")
+    assert (found.row.lanes, found.row.generation) == (1, 3)
+    assert found.lanes[-1].name == f"{made.id.hex[:12]}-3-0"
+    assert len(await subscriptions(db)) == 1
+
+
+async def test_a_change_of_lanes_waits_for_a_change_of_hands(
+    database: Database, db: Connection[Any]
+) -> None:
+    # Lanes with the epoch before it could be written by nobody.
+    await add_endpoint(database)
+    claiming = await database.connect(**PATH)
+    await claiming.execute("BEGIN; UPDATE ownership SET epoch = epoch + 1")
+    changing = asyncio.create_task(update(db, lanes=2))
+    await until(lambda: claiming.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
+    await claiming.execute("COMMIT")
+    await changing
+    assert await db.fetchval("SELECT min(epoch) FROM lane_progress WHERE floor_batch > 0") == 0
+    new = "SELECT p.epoch FROM lane_progress p JOIN lane l ON l.id = p.lane_id WHERE generation = 2"
+    assert {row["epoch"] for row in await db.fetch(new)} == {1}
+
+
+async def test_a_change_of_hands_waits_for_a_change_of_lanes(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    store = ReplicaStore(await database.connect(**PATH))
+    replica_id = await register(store)
+    changing = await database.connect(**PATH)
+    async with change(changing, "relay") as from_batch:
+        found = await endpoint_changes.lock(changing, "shop")
+        settings = replace(found.settings, lanes=2)
+        await endpoint_changes.update_in(changing, from_batch, found, settings, "test")
+        claiming = asyncio.create_task(store.claim(replica_id, [made.id], "test"))
+        await until(lambda: db.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
+    assert await claiming == {made.id: 1}
+    rows = await db.fetch("SELECT epoch FROM lane_progress")
+    assert [row["epoch"] for row in rows] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"name": "other"}, 'endpoint "other" exists already'),
+        ({"filter": "@.a =="}, "filter: the database cannot read it"),
+        ({"lanes": 0}, "lanes: must be between"),
+    ],
+)
+async def test_a_wrong_change_changes_nothing(
+    database: Database, db: Connection[Any], values: dict[str, Any], says: str
+) -> None:
+    await add_endpoint(database, "other")
+    await add_endpoint(database)
+    before = (await endpoints.get(db, "relay", "shop")).settings
+    with pytest.raises(UsageError, match=says):
+        await update(db, **{"url": "https://example.com/new", **values})
+    assert (await endpoints.get(db, "relay", "shop")).settings == before
+    assert await journal(db, "endpoint_updated") == []
+
+
+async def test_a_change_holds_for_events_that_come_after_it(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, types=["a.*"])
+    network = Network()
+    async with running(database, network):
+        await publish(database, 1, type="a.b")
+        await all_ended(database)
+        await update(db, types=("c.*",))
+        await publish(database, 2, type="a.b")
+        await publish(database, 3, type="c.d")
+        await all_ended(database)
+    assert network.data() == [1, 3]
+    assert await exceptions(database) == {}
+
+
+# ------------------------------------------------------------------- states
+
+
+async def test_pausing_is_told_with_who_and_why(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, "a")
+    await add_endpoint(database, "b")
+    done = await endpoint_states.pause(db, "relay", ["a", "b"], actor="ann", why="maintenance")
+    assert [(c.name, c.state, c.changed) for c in done] == [
+        ("a", "paused", True),
+        ("b", "paused", True),
+    ]
+    row = (await endpoints.get(db, "relay", "a")).row
+    assert (row.state, row.state_by, row.state_why) == ("paused", "ann", "maintenance")
+    assert row.state_at > row.created_at
+    assert [told["why"] for told in await journal(db, "endpoint_paused")] == ["maintenance"] * 2
+    (again,) = await endpoint_states.pause(db, "relay", ["a"], actor="bob")
+    assert not again.changed
+    assert (await endpoints.get(db, "relay", "a")).row.state_by == "ann"
+    # A subscription goes on, or what is published meanwhile would be missing.
+    assert all(to_batch is None for _, to_batch, *_ in await subscriptions(db))
+
+
+async def test_several_are_paused_or_none(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, "a")
+    with pytest.raises(NotFound):
+        await endpoint_states.pause(db, "relay", ["a", "nobody"], actor="test")
+    assert (await endpoints.get(db, "relay", "a")).row.state == "active"
+
+
+async def test_resuming_lets_blocked_lanes_go_on(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, lanes=2)
+    await add_endpoint(database, "other")
+    await db.execute("INSERT INTO lane_block (lane_id, seq) SELECT id, 3 FROM lane")
+    await db.execute("UPDATE endpoint_health SET state = 'failing'")
+    lanes = (await endpoints.get(db, "relay", "shop")).lanes
+    assert [lane.blocked_seq for lane in lanes] == [3, 3]
+    await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+    (done,) = await endpoint_states.resume(db, "relay", ["shop"], actor="ann")
+    assert (done.state, done.changed, done.unblocked) == ("active", True, 2)
+    found = await endpoints.get(db, "relay", "shop")
+    assert (found.row.state, found.row.state_by) == ("active", "ann")
+    assert {lane.blocked_seq for lane in found.lanes} == {None}
+    # What was known of its health is still known: it was paused, not mended.
+    assert found.health.state == "failing"
+    assert await db.fetchval("SELECT count(*) FROM lane_block") == 1
+
+
+async def test_resuming_what_is_not_paused_tries_it_at_once(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await db.execute(
+        "UPDATE endpoint_health SET state = 'failing', held_until = now() + interval '1 hour', "
+        "since = now() - interval '1 day'"
+    )
+    version = await db.fetchval("SELECT version FROM cursor")
+    (done,) = await endpoint_states.resume(db, "relay", ["shop"], actor="ann")
+    assert (done.state, done.changed) == ("active", False)
+    # Its owner alone writes how it is; this is a word to it.
+    assert (await endpoints.get(db, "relay", "shop")).health.state == "failing"
+    assert await db.fetchval("SELECT resumes FROM endpoint") == 1
+    assert await db.fetchval("SELECT version FROM cursor") == version + 1
+    assert len(await journal(db, "endpoint_resumed")) == 1
+
+
+async def test_enabling_begins_anew(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    await batch(db, 1)
+    # As its owner leaves it.
+    await db.execute("UPDATE endpoint SET state = 'disabled'")
+    await db.execute("UPDATE subscription SET to_batch = 2")
+    await db.execute("UPDATE endpoint_health SET state = 'refusing'")
+    assert not (await endpoints.get(db, "relay", "shop")).row.subscribed
+    # Settings can be mended meanwhile; it still gets nothing.
+    await update(db, types=("a.*",))
+    assert len(await subscriptions(db)) == 1
+    await batch(db, 2)
+    done = await endpoint_states.enable(db, "relay", "shop", actor="ann", why="mended")
+    assert (done.state, done.changed) == ("active", True)
+    assert await subscriptions(db) == [
+        (1, 2, ["**"], None, False, None),
+        (3, None, ["a.*"], None, False, None),
+    ]
+    found = await endpoints.get(db, "relay", "shop")
+    assert (found.row.state, found.row.state_why, found.row.subscribed) == (
+        "active",
+        "mended",
+        True,
+    )
+    assert await db.fetchval("SELECT resumes FROM endpoint") == 1
+    assert len(await journal(db, "endpoint_enabled")) == 1
+
+
+async def test_enabling_before_any_batch_went_by(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    await db.execute("UPDATE endpoint SET state = 'disabled'")
+    await db.execute("UPDATE subscription SET to_batch = 1")
+    await endpoint_states.enable(db, "relay", "shop", actor="test")
+    assert await subscriptions(db) == [(1, None, ["**"], None, False, None)]
+
+
+@pytest.mark.parametrize(
+    ("state", "word", "says"),
+    [
+        ("disabled", "pause", "is disabled and cannot be paused; enable it first"),
+        ("disabled", "resume", "is disabled and cannot be resumed; enable it first"),
+        ("disabling", "resume", "is being disabled and cannot be resumed; wait"),
+        ("removing", "pause", "is being removed and cannot be paused"),
+        ("active", "enable", "is active; only a disabled one is enabled"),
+        ("paused", "enable", "is paused; resume it"),
+        ("disabling", "enable", "is just disabling; wait until that is done"),
+        ("removing", "enable", "is just removing; wait until that is done"),
+    ],
+)
+async def test_what_cannot_be_done_says_what_to_do(
+    database: Database, db: Connection[Any], state: str, word: str, says: str
+) -> None:
+    await add_endpoint(database)
+    await db.execute("UPDATE endpoint SET state = $1", state)
+    if state in ("disabling", "removing"):
+        await db.execute("UPDATE subscription SET to_batch = 1")
+    name: Any = "shop" if word == "enable" else ["shop"]
+    with pytest.raises(UsageError, match=says):
+        await getattr(endpoint_states, word)(db, "relay", name, actor="test")
+    assert await db.fetchval("SELECT state FROM endpoint") == state
+
+
+# ------------------------------------------------------------------ secrets
+
+
+async def live(db: Connection[Any], endpoint_id: UUID) -> list[Any]:
+    (found,) = await destinations.read(db, [endpoint_id], CLEAR)
+    return found.secrets_at(time.time())
+
+
+async def test_old_secrets_sign_beside_the_new_one_for_a_while(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    first = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann")
+    assert first.live == 2
+    assert await live(db, made.id) == [parse_secret(first.secret), parse_secret(made.secret)]
+    ages = "SELECT extract(epoch FROM expires_at - now()) FROM endpoint_secret ORDER BY id"
+    old, new = [row[0] for row in await db.fetch(ages)]
+    assert 86_000 < old <= 86_400
+    assert new is None
+    # A second one does not let the first live longer.
+    second = await endpoint_secrets.rotate_secret(
+        db, "relay", "shop", actor="ann", overlap_s=10 * 86400
+    )
+    assert second.live == 3
+    old, older, new = [row[0] for row in await db.fetch(ages)]
+    assert old <= 86_400 < older
+    with pytest.raises(
+        UsageError, match=r"has 3 live secrets already, the first until .*overlap of 0"
+    ):
+        await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann")
+    assert len(await live(db, made.id)) == 3
+    found = await endpoints.get(db, "relay", "shop")
+    assert [secret.expires_at is None for secret in found.secrets] == [True, False, False]
+    rotated = await journal(db, "endpoint_secret_rotated")
+    assert [told["live"] for told in rotated] == [2, 3]
+    assert "whsec_" not in str(rotated)
+
+
+async def test_without_an_overlap_the_new_secret_is_alone(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    done = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann", overlap_s=0)
+    assert (done.live, done.old_until) == (1, None)
+    assert await live(db, made.id) == [parse_secret(done.secret)]
+    assert await db.fetchval("SELECT count(*) FROM endpoint_secret") == 1
+
+
+async def test_secrets_that_expired_are_not_kept(database: Database, db: Connection[Any]) -> None:
+    made = await add_endpoint(database)
+    await db.execute("UPDATE endpoint_secret SET expires_at = now()")
+    done = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="ann")
+    assert done.live == 1
+    assert await live(db, made.id) == [parse_secret(done.secret)]
+    assert await db.fetchval("SELECT array_agg(id) FROM endpoint_secret") == [2]
+
+
+# ------------------------------------------------------------------ removal
+
+
+async def test_a_drained_endpoint_gets_nothing_new_and_all_that_it_is_owed(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database)
+    async with running(database, Network(), drain_s=0.1):
+        await until(lambda: db.fetchval("SELECT replica_id FROM ownership"))
+        await db.execute("INSERT INTO outbox (type, payload) VALUES ('a.b', '1')")
+        await all_ended(database)
+    await db.execute("UPDATE lane_counter SET last_seq = 2")
+    assert await endpoint_removal.drain(db, "relay", "shop", actor="ann") == made.id
+    left = await endpoint_removal.waiting(db, "relay", made.id)
+    assert (left.state, left.owed, left.blocked, left.relay) == ("active", 1, 0, False)
+    row = (await endpoints.get(db, "relay", "shop")).row
+    assert (row.state, row.subscribed) == ("active", False)
+    assert row.state_why == "to be removed when nothing is owed any more"
+    # Said again it is the same, and settings begin no new version.
+    await endpoint_removal.drain(db, "relay", "shop", actor="ann")
+    await update(db, types=("a.*",))
+    assert [to_batch for _, to_batch, *_ in await subscriptions(db)] == [2]
+    assert len(await journal(db, "endpoint_updated")) == 2
+    # And it can be taken back.
+    await endpoint_states.enable(db, "relay", "shop", actor="ann")
+    assert (await endpoints.get(db, "relay", "shop")).row.subscribed
+
+
+async def test_a_paused_endpoint_is_not_waited_for(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    await endpoint_states.pause(db, "relay", ["shop"], actor="test")
+    with pytest.raises(UsageError, match="is paused and delivers nothing; resume it first"):
+        await endpoint_removal.drain(db, "relay", "shop", actor="test")
+
+
+async def test_a_replay_that_is_asked_for_is_owed(database: Database, db: Connection[Any]) -> None:
+    made = await add_endpoint(database)
+    await db.execute(
+        """
+        INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts, state)
+        SELECT endpoint_id, id, 0, 1, 1, 'refused', 1, 'replaying' FROM lane;
+        WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'test') RETURNING id)
+        INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
+        SELECT job.id, d.endpoint_id, d.id, d.seq, d.batch, d.to_seq FROM job, dead_letter d
+        """
+    )
+    assert (await endpoint_removal.waiting(db, "relay", made.id)).owed == 1

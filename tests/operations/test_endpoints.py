@@ -1,0 +1,299 @@
+"""Endpoints come and go with effect from a batch, never in the middle of one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from outbox.core.delivery.signature import parse_secret
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.core.model.retry_policy import STANDARD
+from outbox.errors import NotFound, SchemaMissing, UsageError
+from outbox.operations import endpoint_changes, endpoint_removal, endpoint_states, endpoints
+from outbox.operations.apply import apply
+from tests.support.relay import BUSY, Network, add_endpoint, all_ended, exceptions, publish, running
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.operations.endpoint_removal import Removal
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+PATH = {"server_settings": {"search_path": "relay"}}
+SLOW_RETRY = {"base_s": 3600.0, "cap_s": 3600.0, "jitter": "none"}
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(**PATH)
+
+
+async def remove(db: Connection[Any], name: str = "shop", **options: Any) -> Removal:
+    return await endpoint_removal.remove(db, "relay", name, actor="test", **options)
+
+
+async def test_an_added_endpoint_is_complete(database: Database, db: Connection[Any]) -> None:
+    listener: list[str] = []
+    hearing = await database.connect()
+    await hearing.add_listener("relay", lambda *args: listener.append(args[3]))
+    version = await db.fetchval("SELECT version FROM cursor")
+    settings = EndpointSettings(
+        name="billing",
+        url="https://example.com/h",
+        types=("order.*", "refund.**"),
+        tenant="acme",
+        filter="@.total > 100",
+        headers={"Authorization": "Bearer hunter2"},
+        lanes=3,
+    )
+    made = await endpoint_changes.add(db, "relay", settings, actor="ann@desk")
+    assert len(parse_secret(made.secret)) == 32
+    assert made.types == ("order.*", "refund.**")
+    assert made.from_batch == 1
+    found = await endpoints.get(db, "relay", "billing")
+    row, lanes = found.row, found.lanes
+    assert found.settings == settings
+    assert (row.id, row.url, row.lanes, row.tenant) == (made.id, made.url, 3, "acme")
+    assert (row.types, row.state, row.owed, row.dead_letters) == (made.types, "active", 0, 0)
+    prefix = made.id.hex[:12]
+    assert [lane.name for lane in lanes] == [f"{prefix}-1-{slot}" for slot in range(3)]
+    assert {(lane.last_seq, lane.acked_seq, lane.owed) for lane in lanes} == {(0, 0, 0)}
+    retry = await db.fetchval("SELECT retry FROM endpoint")
+    assert orjson.loads(retry) == STANDARD.to_dict()
+    assert await db.fetchval("SELECT min(floor_batch) FROM lane_progress") == 1
+    assert await db.fetchval("SELECT count(*) FROM lane_counter") == 3
+    assert await db.fetchrow("SELECT replica_id, epoch FROM ownership") == (None, 0)
+    journal = await db.fetchrow("SELECT kind, actor, endpoint_id, data FROM journal")
+    assert tuple(journal)[:3] == ("endpoint_added", "ann@desk", made.id)
+    assert made.secret not in journal["data"]
+    assert "hunter2" not in journal["data"]
+    assert (row.state_by, row.health, row.subscribed) == ("ann@desk", "healthy", True)
+    subscription = await db.fetchrow(
+        "SELECT from_batch, to_batch, types, tenant, all_tenants, filter FROM subscription"
+    )
+    assert tuple(subscription) == (
+        1, None, ["order.*", "refund.**"], "acme", False, "@.total > 100",
+    )  # fmt: skip
+    # Sequencers see a new version, and relays are woken, when it is committed.
+    assert await db.fetchval("SELECT version FROM cursor") == version + 1
+    await until(lambda: listener == ["reconfigured"])
+
+
+async def test_without_types_it_gets_everything(database: Database, db: Connection[Any]) -> None:
+    assert (await add_endpoint(database)).types == ("**",)
+
+
+@pytest.mark.parametrize(
+    ("filter", "says"),
+    [
+        ("@.a ==", "syntax error at or near"),
+        ('@.a like_regex "("', "invalid regular expression: parentheses"),
+        ("@.a", "syntax error at or near"),
+        ('@.a == "\\u0000"', "unsupported Unicode escape sequence"),
+        ("last == 1", "LAST is allowed only in array subscripts"),
+    ],
+)
+async def test_a_filter_that_the_database_cannot_read_changes_nothing(
+    db: Connection[Any],
+    filter: str,  # noqa: A002
+    says: str,
+) -> None:
+    settings = EndpointSettings(name="shop", url="https://example.com/", filter=filter)
+    with pytest.raises(UsageError, match=r"^filter: the database cannot read it: ") as caught:
+        await endpoint_changes.add(db, "relay", settings, actor="test")
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert await db.fetchval("SELECT count(*) FROM endpoint") == 0
+    assert await db.fetchval("SELECT version FROM cursor") == 1
+
+
+async def test_a_name_is_taken_until_its_endpoint_is_gone(
+    database: Database, db: Connection[Any]
+) -> None:
+    first = await add_endpoint(database, "shop")
+    with pytest.raises(UsageError, match='endpoint "shop" exists already; choose another name'):
+        await add_endpoint(database, "shop")
+    removal = await remove(db)
+    assert (removal.id, removal.state, removal.owed) == (first.id, "removed", 0)
+    second = await add_endpoint(database, "shop")
+    assert second.id != first.id
+
+
+async def test_pages_are_in_the_order_of_bytes(database: Database, db: Connection[Any]) -> None:
+    names = ["b", "a", "Z", "é", "a2"]
+    for name in names:
+        await add_endpoint(database, name)
+    everything = [row.name for row in await endpoints.page(db, "relay")]
+    assert everything == ["Z", "a", "a2", "b", "é"]
+    paged: list[str] = []
+    while page := await endpoints.page(db, "relay", limit=2, after=paged[-1] if paged else None):
+        assert len(page) <= 2
+        paged += [row.name for row in page]
+    assert paged == everything
+
+
+async def test_a_name_that_no_endpoint_has(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, "billing")
+    with pytest.raises(NotFound, match='there is no endpoint "biling"; did you mean "billing"'):
+        await endpoints.get(db, "relay", "biling")
+    with pytest.raises(NotFound, match='there is no endpoint "x"; see: outbox endpoint list'):
+        await remove(db, "x")
+
+
+async def test_a_change_waits_for_the_batch_in_flight(
+    database: Database, db: Connection[Any]
+) -> None:
+    sequencer = await database.connect(**PATH)
+    await sequencer.execute("BEGIN; SELECT FROM cursor FOR UPDATE")
+    adding = asyncio.create_task(add_endpoint(database))
+    await until(lambda: db.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
+    await sequencer.execute("INSERT INTO batch (batch, high) VALUES (1, 0); COMMIT")
+    assert (await adding).from_batch == 2
+
+
+async def test_under_repeatable_read_by_default_too(database: Database) -> None:
+    settings = {"search_path": "relay", "default_transaction_isolation": "repeatable read"}
+    connection = await database.connect(server_settings=settings)
+    sequencer = await database.connect(**PATH)
+    await sequencer.execute("BEGIN; SELECT FROM cursor FOR UPDATE")
+    settings = EndpointSettings(name="shop", url="https://a.test/")
+    adding = asyncio.create_task(endpoint_changes.add(connection, "relay", settings, actor="test"))
+    await until(lambda: sequencer.fetchval("SELECT count(*) FROM pg_locks WHERE NOT granted"))
+    await sequencer.execute("INSERT INTO batch (batch, high) VALUES (1, 0); COMMIT")
+    assert (await adding).from_batch == 2
+
+
+async def test_owed_counts_what_is_acknowledged_behind_the_checkpoint(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await db.execute("""
+        INSERT INTO batch (batch, high) VALUES (1, 5);
+        UPDATE lane_counter SET last_seq = 5;
+        INSERT INTO attempt (lane_id, batch, seq, attempt, replica_id, outcome, started_at,
+                             elapsed_ms)
+        SELECT l.id, 1, s, 1, 1, 'delivered', now(), 1 FROM lane l, generate_series(1, 3) s
+    """)
+    found = await endpoints.get(db, "relay", "shop")
+    (lane,) = found.lanes
+    assert (found.row.owed, lane.owed, lane.acked_seq) == (2, 2, 3)
+
+
+async def test_an_endpoint_that_is_owed_something_is_not_removed(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, retry=SLOW_RETRY, lanes=2)
+    network = Network(lambda _: BUSY)
+    async with running(database, network):
+        await publish(database, *range(4))
+        await until(lambda: db.fetchval("SELECT sum(last_seq) = 4 FROM lane_counter"))
+        await until(
+            lambda: db.fetchval("SELECT count(*) = 2 FROM lane_progress WHERE attempts = 1")
+        )
+        with pytest.raises(UsageError) as caught:
+            await remove(db)
+        assert str(caught.value) == (
+            'endpoint "shop" is owed 4 deliveries: have them delivered first, or give them up '
+            "for good"
+        )
+        found = await endpoints.get(db, "relay", "shop")
+        row, lanes = found.row, found.lanes
+        assert (row.state, row.owed) == ("active", 4)
+        failing = [lane for lane in lanes if lane.attempts]
+        assert {lane.attempts for lane in failing} == {1}
+        assert failing[0].last_answer is not None
+        assert failing[0].last_answer["status"] == 503
+        removal = await remove(db, give_up=True)
+        assert (removal.state, removal.owed) == ("removing", 4)
+        await until(lambda: db.fetchval("SELECT state = 'removed' FROM endpoint"))
+    ranges = await db.fetch("SELECT seq, to_seq, reason FROM dead_letter")
+    assert sum(r["to_seq"] - r["seq"] + 1 for r in ranges) == 4
+    assert {r["reason"] for r in ranges} == {"removed"}
+    assert await exceptions(database) == {}
+
+
+async def test_without_a_relay_the_removal_waits_for_one(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, retry=SLOW_RETRY)
+    async with running(database, Network(lambda _: BUSY)):
+        await publish(database, 1)
+        await until(lambda: db.fetchval("SELECT last_seq = 1 FROM lane_counter"))
+    assert (await remove(db, give_up=True)).state == "removing"
+    # Asked again it says the same; and the name is not free yet.
+    assert (await remove(db)).state == "removing"
+    with pytest.raises(UsageError, match="is being removed"):
+        await add_endpoint(database)
+    # Nothing goes there any more.
+    await publish(database, 2)
+    network = Network()
+    async with running(database, network):
+        await until(lambda: db.fetchval("SELECT state = 'removed' FROM endpoint"))
+        await until(lambda: db.fetchval("SELECT max(high) = 2 FROM batch"))
+    assert network.sent == []
+    assert await db.fetchval("SELECT count(*) FROM delivery") == 1
+    await add_endpoint(database)
+
+
+async def test_a_removal_calls_replays_off(database: Database, db: Connection[Any]) -> None:
+    made = await add_endpoint(database)
+    await db.execute(
+        """
+        INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts, state)
+        SELECT endpoint_id, id, 0, 1, 1, 'refused', 1, 'replaying' FROM lane;
+        WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'test') RETURNING id)
+        INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
+        SELECT job.id, d.endpoint_id, d.id, d.seq, d.batch, d.to_seq FROM job, dead_letter d
+        """
+    )
+    assert (await remove(db)).state == "removed"
+    assert await db.fetchval("SELECT count(*) FROM replay") == 0
+    assert await db.fetchval("SELECT state FROM dead_letter") == "dead"
+    kinds = await db.fetch("SELECT kind FROM journal WHERE endpoint_id = $1 ORDER BY id", made.id)
+    assert [r["kind"] for r in kinds] == [
+        "endpoint_added",
+        "endpoint_removing",
+        "endpoint_removed",
+    ]
+
+
+async def test_two_removals_at_once(database: Database) -> None:
+    await add_endpoint(database)
+    one, two = await database.connect(**PATH), await database.connect(**PATH)
+    done = await asyncio.gather(remove(one), remove(two), return_exceptions=True)
+    assert sorted(type(each).__name__ for each in done) == ["NotFound", "Removal"]
+
+
+async def test_events_reach_an_endpoint_from_its_batch_on(
+    database: Database, db: Connection[Any]
+) -> None:
+    network = Network()
+    async with running(database, network):
+        await publish(database, "before")
+        await until(lambda: db.fetchval("SELECT max(high) = 1 FROM batch"))
+        await add_endpoint(database)
+        await publish(database, "after")
+        await all_ended(database)
+    assert network.data() == ["after"]
+
+
+async def test_a_missing_schema(empty_database: Database) -> None:
+    connection = await empty_database.connect()
+    settings = EndpointSettings(name="a", url="https://a.test/")
+    for attempt in (
+        endpoints.page(connection, "relay"),
+        endpoints.get(connection, "relay", "a"),
+        endpoint_changes.add(connection, "relay", settings, actor="test"),
+        endpoint_changes.update(connection, "relay", "a", lambda s: s, actor="test"),
+        endpoint_states.pause(connection, "relay", ["a"], actor="test"),
+        endpoint_removal.remove(connection, "relay", "a", actor="test"),
+        apply(connection, "relay", [], actor="test", prune=True),
+    ):
+        with pytest.raises(SchemaMissing):
+            await attempt

@@ -1,0 +1,144 @@
+"""What a receiver can fetch is what was sent to it, number by number."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.delivery.message import prepare
+from outbox.core.model.headers import pairs
+from outbox.core.model.response import Answer
+from outbox.errors import NotFound
+from outbox.operations import lane_history
+from tests.support.relay import (
+    BUSY,
+    OK,
+    QUICK_RETRY,
+    REFUSED,
+    Network,
+    Sent,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.operations.lane_history import Fetched, Lane
+    from tests.support.postgres import Database
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+async def the_lane(db: Connection[Any], database: Database) -> Lane:
+    endpoint_id = await fetchval(database, "SELECT id FROM endpoint WHERE name = 'shop'")
+    (lane,) = await lane_history.lanes(db, "relay", endpoint_id)
+    return lane
+
+
+def told(found: list[Fetched]) -> list[tuple[int, int, str | None]]:
+    return [(each.sequence, each.previous_sequence, each.given_up) for each in found]
+
+
+async def test_what_was_sent_can_be_fetched_as_it_was(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    network = Network(lambda sent: REFUSED if sent.seq in (1, 4, 5, 9) else OK)
+    async with running(database, network):
+        await publish(database, *range(1, 10), key="k", headers='{"X-Mine": "yes"}')
+        await all_ended(database)
+    lane = await the_lane(db, database)
+    assert (lane.acknowledged, lane.last, lane.ended) == (9, 9, False)
+    found = await lane_history.page(db, "relay", lane, 0, 100)
+    assert told(found) == [
+        (1, 0, "refused"),
+        (2, 0, None),
+        (3, 2, None),
+        (4, 3, "refused"),
+        (5, 3, "refused"),
+        (6, 3, None),
+        (7, 6, None),
+        (8, 7, None),
+        (9, 8, "refused"),
+    ]
+    for each, sent in zip(found, network.sent, strict=True):
+        assert each.delivery is not None
+        prepared = prepare(each.delivery, each.previous_sequence)
+        assert prepared.body == sent.request.body
+        assert prepared.message_id == sent.delivery
+        assert dict(pairs(prepared.lines))["X-Mine"] == "yes"
+    # Any part of it is the same.
+    for after in range(10):
+        for limit in (1, 2, 100):
+            some = await lane_history.page(db, "relay", lane, after, limit)
+            assert told(some) == told(found)[after : after + limit]
+
+
+async def test_what_is_on_its_way_is_left_out(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, retry=QUICK_RETRY | {"base_s": 600.0, "cap_s": 600.0})
+    network = Network(lambda sent: BUSY if sent.seq == 3 else OK)
+    async with running(database, network):
+        await publish(database, 1, 2, 3, 4, key="k")
+
+        # Acknowledged is what the log says, whatever the checkpoint does.
+        async def lane_of_two() -> Lane | None:
+            lane = await the_lane(db, database)
+            return lane if lane.acknowledged == 2 else None
+
+        lane = await until(lane_of_two)
+        assert lane is not None
+    assert (lane.acknowledged, lane.last) == (2, 4)
+    assert told(await lane_history.page(db, "relay", lane, 0, 100)) == [(1, 0, None), (2, 1, None)]
+
+
+async def test_a_range_that_was_given_up_is_told_number_by_number(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    go = asyncio.Event()
+
+    async def gone(sent: Sent) -> Answer:
+        await go.wait()
+        return OK if sent.seq < 3 else Answer.of(410, 0.001)
+
+    async with running(database, Network(gone)):
+        await publish(database, *range(6), key="k")
+        await until(lambda: fetchval(database, "SELECT max(last_seq) = 6 FROM lane_counter"))
+        go.set()
+        await all_ended(database)
+    lane = await the_lane(db, database)
+    ends = [(3, 2, "refused"), (4, 2, "disabled"), (5, 2, "disabled"), (6, 2, "disabled")]
+    assert told(await lane_history.page(db, "relay", lane, 1, 100)) == [(2, 1, None), *ends]
+    for after in (2, 3, 4, 5):
+        # It begins in the middle of the range.
+        assert told(await lane_history.page(db, "relay", lane, after, 100)) == ends[after - 2 :]
+
+
+async def test_lanes_are_found_by_their_names_alone(
+    database: Database, db: Connection[Any]
+) -> None:
+    made = await add_endpoint(database, lanes=3)
+    other = await add_endpoint(database, "other")
+    names = [lane.name for lane in await lane_history.lanes(db, "relay", made.id)]
+    assert len(names) == 3
+    for name in names:
+        assert (await lane_history.lane(db, "relay", made.id, name)).name == name
+        with pytest.raises(NotFound):
+            await lane_history.lane(db, "relay", other.id, name)
+    first, *rest = await lane_history.lanes(db, "relay", made.id, limit=1)
+    assert rest == []
+    behind = await lane_history.lanes(db, "relay", made.id, after=(first.generation, first.slot))
+    assert [lane.name for lane in behind] == names[1:]
+    for name in ("", "x", f"{names[0]}-1", names[0].replace("-1-", "-9-"), f"{names[0][:13]}x-0"):
+        with pytest.raises(NotFound):
+            await lane_history.lane(db, "relay", made.id, name)

@@ -1,0 +1,179 @@
+"""Schedules as their operators see them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.core.schedules.schedule import ScheduleSettings
+from outbox.errors import CannotRun, NotFound, SchemaMissing, UsageError
+from outbox.operations import schedule_changes, schedules
+from outbox.store.connection.migrate import migrate
+from outbox.store.schedule_runs import TickStore
+from tests.support.schedules import DAILY, DAY, add, journal, let_be_due, published
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+PATH = {"server_settings": {"search_path": "relay"}}
+pytestmark = pytest.mark.one_major
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(**PATH)
+
+
+async def test_the_first_tick_is_the_next_one(db: Connection[Any]) -> None:
+    settings = ScheduleSettings(
+        name="nightly",
+        cron="30 2 * * *",
+        timezone="Europe/Berlin",
+        type="report.due",
+        payload={"deep": [1]},
+        key="k",
+        tenant="acme",
+        headers={"X-Mine": "yes"},
+        misfire="skip",
+        grace_s=90.0,
+        overlap="wait",
+    )
+    added = await schedule_changes.add(db, "relay", settings, actor="anna")
+    assert replace(await schedules.get(db, "relay", "nightly"), now=added.now) == added
+    for name in ("name", "cron", "timezone", "type", "key", "tenant", "misfire", "overlap"):
+        assert getattr(added, name) == getattr(settings, name)
+    assert (added.payload, added.headers, added.grace_s) == ({"deep": [1]}, settings.headers, 90.0)
+    assert (added.state, added.state_by, added.last_at) == ("active", "anna", None)
+    assert added.next_at is not None
+    assert timedelta(0) < added.next_at - added.now <= timedelta(hours=25)
+    first, second, third = added.next_runs()
+    assert first == added.next_at
+    assert {at.strftime("%H:%M") for at in (first, second, third)} <= {"02:30", "03:00"}
+    assert await journal(db, "schedule_added") == [
+        {
+            "name": "nightly",
+            "cron": "30 2 * * *",
+            "timezone": "Europe/Berlin",
+            "type": "report.due",
+        }
+    ]
+
+
+async def test_a_name_is_taken_once(database: Database, db: Connection[Any]) -> None:
+    others = [await database.connect(**PATH) for _ in range(4)]
+    done = await asyncio.gather(*(add(each) for each in others), return_exceptions=True)
+    refused = [each for each in done if each is not None]
+    assert len(refused) == 3
+    for each in refused:
+        assert isinstance(each, UsageError)
+        assert str(each) == 'there is a schedule "daily" already; say replace to change it'
+
+
+async def test_a_change_publishes_no_tick_again(database: Database, db: Connection[Any]) -> None:
+    """Even when the database's clock went back meanwhile."""
+    await add(db)
+    store = TickStore(await database.connect(**PATH), 1)
+    (tick,) = await let_be_due(db, 1)
+    await store.tick()
+    ahead = tick + 3 * DAY
+    await db.execute("UPDATE schedule SET last_at = $1", ahead)
+    settings = ScheduleSettings(name="daily", cron=DAILY, type="b.c")
+    changed = await schedule_changes.add(db, "relay", settings, actor="test", replace=True)
+    assert (changed.next_at, changed.type) == (ahead + DAY, "b.c")
+    await schedule_changes.pause(db, "relay", ["daily"], actor="test")
+    (resumed,) = await schedule_changes.resume(db, "relay", ["daily"], actor="test")
+    assert resumed.next_at == ahead + DAY
+    assert len(await journal(db, "schedule_changed")) == 1
+    assert await published(db) == [tick]
+
+
+async def test_pausing_and_resuming_are_told(db: Connection[Any]) -> None:
+    await add(db, "a")
+    await add(db, "b")
+    paused = await schedule_changes.pause(db, "relay", ["b", "a", "b"], actor="anna", why="moving")
+    assert [(s.name, s.state, s.next_at, s.next_runs()) for s in paused] == [
+        ("b", "paused", None, []),
+        ("a", "paused", None, []),
+    ]
+    assert (paused[0].state_by, paused[0].state_why) == ("anna", "moving")
+    await schedule_changes.pause(db, "relay", ["a"], actor="anna")
+    resumed = await schedule_changes.resume(db, "relay", ["a"], actor="anna")
+    assert resumed[0].next_at is not None
+    assert await journal(db, "schedule_paused") == [
+        {"name": "a", "why": "moving"},
+        {"name": "b", "why": "moving"},
+    ]
+    assert await journal(db, "schedule_resumed") == [{"name": "a"}]
+    with pytest.raises(NotFound, match='there is no schedule "aa"; did you mean "a"'):
+        await schedule_changes.pause(db, "relay", ["b", "aa"], actor="anna")
+
+
+async def test_a_run_by_hand_leaves_the_ticks_as_they_are(db: Connection[Any]) -> None:
+    await add(db)
+    await schedule_changes.pause(db, "relay", ["daily"], actor="test")
+    before = await schedules.get(db, "relay", "daily")
+    first = await schedule_changes.run_now(db, "relay", "daily", actor="anna")
+    second = await schedule_changes.run_now(db, "relay", "daily", actor="anna")
+    assert first != second
+    after = await schedules.get(db, "relay", "daily")
+    assert (after.state, after.next_at) == (before.state, before.next_at)
+    assert after.last_event == second
+    rows = await db.fetch("SELECT event_id, headers ->> 'X-Schedule-Run' AS run FROM outbox")
+    assert [(r["event_id"], r["run"]) for r in rows] == [(first, "by-hand"), (second, "by-hand")]
+    assert [each["event"] for each in await journal(db, "schedule_run")] == [
+        str(first),
+        str(second),
+    ]
+
+
+async def test_a_removed_one_is_gone(db: Connection[Any]) -> None:
+    await add(db)
+    await schedule_changes.remove(db, "relay", ["daily"], actor="anna")
+    with pytest.raises(NotFound, match='no schedule "daily"; see: outbox schedule list'):
+        await schedules.get(db, "relay", "daily")
+    assert [each["name"] for each in await journal(db, "schedule_removed")] == ["daily"]
+    await add(db)
+
+
+async def test_pages_go_by_the_bytes_of_names(db: Connection[Any]) -> None:
+    for name in ("b", "B", "a", "_"):
+        await add(db, name)
+    names = [s.name for s in await schedules.page(db, "relay", limit=3)]
+    assert names == ["B", "_", "a"]
+    assert [s.name for s in await schedules.page(db, "relay", after="a")] == ["b"]
+
+
+async def test_what_the_payload_limit_forbids_is_refused_when_it_is_written(
+    database: Database, db: Connection[Any]
+) -> None:
+    with pytest.raises(UsageError, match="payload must be at most 262144 bytes"):
+        await add(db, payload="x" * 262_144)
+    await add(db, payload="x" * 2000)
+    with pytest.raises(CannotRun, match="a schedule or an event that waits") as caught:
+        await migrate(db, "relay", payload_bytes_max=1536)
+    assert "is larger than 1536 bytes (schedule)" in str(caught.value)
+    assert await db.fetchval("SELECT payload_bytes_max()") == 262_144
+    await migrate(db, "relay", payload_bytes_max=3000)
+    with pytest.raises(UsageError, match="payload must be at most 3000 bytes"):
+        await add(db, "other", payload="x" * 3000)
+
+
+async def test_what_waits_is_counted(db: Connection[Any]) -> None:
+    assert (await schedules.future(db, "relay")).first_at is None
+    await db.execute("SELECT publish('a', '1', deliver_at => '2100-01-01Z')")
+    await db.execute("SELECT publish('a', '1', deliver_at => '2101-01-01Z')")
+    found = await schedules.future(db, "relay")
+    assert found.events == 2
+    assert found.first_at == datetime.fromisoformat("2100-01-01T00:00:00+00:00")
+
+
+async def test_without_a_schema(empty_database: Database) -> None:
+    connection = await empty_database.connect(**PATH)
+    with pytest.raises(SchemaMissing):
+        await schedules.page(connection, "relay")

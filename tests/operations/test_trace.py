@@ -1,0 +1,380 @@
+"""What happened to an event, found by whatever a person has in hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import outbox
+from outbox.core.model.response import Answer
+from outbox.errors import NotFound
+from outbox.operations import (
+    dead_letter_filter,
+    endpoint_changes,
+    endpoint_removal,
+    endpoint_states,
+    find_event,
+    replays,
+    trace,
+)
+from outbox.operations.dead_letter_filter import Selection
+from outbox.store import erasure
+from tests.support.plans import explain
+from tests.support.relay import (
+    BUSY,
+    OK,
+    QUICK_RETRY,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    fetchval,
+    publish,
+    running,
+)
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from outbox.operations.event_trace import Delivery, Story
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+SLOW_RETRY = QUICK_RETRY | {"base_s": 600.0, "cap_s": 600.0}
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+async def story_of(db: Connection[Any], text: str, **options: Any) -> Story:
+    """The only event that this stands for."""
+    found = await find_event.find(db, "relay", text)
+    (outbox_id,) = found.outbox_ids
+    return await trace.read(db, "relay", outbox_id, **options)
+
+
+async def by(db: Connection[Any], text: str) -> tuple[str, tuple[int, ...]]:
+    found = await find_event.find(db, "relay", text)
+    return found.by, found.outbox_ids
+
+
+def the(story: Story, endpoint: str = "shop") -> Delivery:
+    (delivery,) = (d for d in story.deliveries if d.endpoint == endpoint)
+    return delivery
+
+
+# ----------------------------------------------------------------- finding it
+
+
+async def test_it_is_found_by_whatever_a_person_has_in_hand(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await add_endpoint(database, "audit")
+    network = Network()
+    async with running(database, network):
+        await publish(database, 0)
+        event_id = await outbox.publish(db, "a.b", {"order": 17}, key="order-17", once="pay:17")
+        await all_ended(database)
+    outbox_id = await db.fetchval("SELECT max(id) FROM outbox")
+    assert await by(db, str(event_id)) == ("event id", (outbox_id,))
+    assert await by(db, str(event_id).upper()) == ("event id", (outbox_id,))
+    assert await by(db, "pay:17") == ("once key", (outbox_id,))
+    assert await by(db, "order-17") == ("key", (outbox_id,))
+    assert await by(db, str(outbox_id)) == ("outbox id", (outbox_id,))
+    told = {sent.delivery for sent in network.sent if sent.body["id"] == str(event_id)}
+    assert len(told) == 2
+    for delivery in told:
+        assert await by(db, delivery) == ("X-Delivery", (outbox_id,))
+    story = await trace.read(db, "relay", outbox_id)
+    assert {str(d.delivery_id) for d in story.deliveries} == told
+
+
+@pytest.mark.parametrize(
+    "text", ["nothing", "", "8f1b7fb1-73a4-4ac1-8065-7cd8914e7d33", "99", "9" * 30, "-1", "\x00"]
+)
+async def test_what_nobody_knows_is_said_to_be_unknown(db: Connection[Any], text: str) -> None:
+    with pytest.raises(NotFound, match="nothing is known of"):
+        await find_event.find(db, "relay", text)
+    with pytest.raises(NotFound, match="there is no event"):
+        await trace.read(db, "relay", 99)
+
+
+async def test_of_a_key_the_newest_come_first_and_in_pages(
+    database: Database, db: Connection[Any]
+) -> None:
+    await publish(database, *range(5), key="order-1")
+    await publish(database, 9, key="order-2")
+    first = await find_event.find(db, "relay", "order-1", limit=2)
+    assert (first.outbox_ids, first.more) == ((5, 4), True)
+    rest = await find_event.find(db, "relay", "order-1", limit=10, below=4)
+    assert (rest.outbox_ids, rest.more) == ((3, 2, 1), False)
+
+
+async def test_a_key_is_found_among_many_without_reading_them(db: Connection[Any]) -> None:
+    await db.execute("""
+        INSERT INTO outbox (type, key, payload)
+        SELECT 'a.b', 'order-' || i, to_jsonb(repeat('x', 500)) FROM generate_series(1, 20000) i
+    """)
+    await db.execute("SELECT brin_summarize_new_values('outbox_0_event_id_key_idx')")
+    assert await by(db, "order-12345") == ("key", (12345,))
+    event_id = await db.fetchval("SELECT event_id FROM outbox WHERE id = 12345")
+    async with db.transaction():
+        await db.execute(erasure.PLAN_BY_INDEX)
+        for sql, arguments in (
+            (find_event.FIND_BY_KEY, ("order-12345", 1 << 40, 5, None)),
+            (find_event.FIND_BY_EVENT_ID, (event_id,)),
+        ):
+            plan = await explain(db, sql, *arguments, generic=False)
+            assert plan.rows < 2000, plan
+
+
+# ---------------------------------------------------------------- its life
+
+
+async def test_every_attempt_is_told_with_its_answer(
+    database: Database, db: Connection[Any]
+) -> None:
+    answers = [
+        BUSY,
+        Answer.of(429, 0.002, headers=(("X-Request-Id", "r-2"), ("Set-Cookie", "c")), body=b"slow"),
+        Answer.of(200, 0.003, headers=(("X-Request-Id", "r-3"),), body=b"thanks"),
+    ]
+    await add_endpoint(database)
+    network = Network(lambda sent: answers[min(sent.attempt, 3) - 1])
+    async with running(database, network):
+        await publish(database, 1, key="k", headers='{"X-A": "b"}')
+        await all_ended(database)
+    story = await story_of(db, "k", payload=True)
+    assert (story.event.type, story.event.headers, story.event.payload) == (
+        "a.b",
+        {"X-A": "b"},
+        1,
+    )
+    assert story.sequenced is not None
+    assert (story.sequenced.batch, story.sequenced.late) == (1, False)
+    delivery = the(story)
+    assert (delivery.fate, delivery.sequence, delivery.letter) == ("delivered", 1, None)
+    told = [(a.attempt, a.outcome, a.status) for a in delivery.attempts]
+    assert told == [(1, "retry", 503), (2, "retry", 429), (3, "delivered", 200)]
+    first, second, third = (a.answer for a in delivery.attempts)
+    assert first is not None
+    assert first["body"] == "busy"
+    assert second is not None
+    assert (second["version"], second["headers"]) == (1, {"x-request-id": "r-2"})
+    assert third == {"version": 1, "headers": {"x-request-id": "r-3"}, "body": "thanks"}
+    assert story.event.published_at <= delivery.numbered_at <= delivery.attempts[0].started_at
+    assert story.diagnosis == ()
+    assert (await story_of(db, "k")).event.payload is None
+
+
+async def test_an_event_that_was_committed_late_is_found_in_its_own_batch(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    async with running(database, Network()):
+        async with db.transaction():
+            await db.execute("INSERT INTO outbox (type, key, payload) VALUES ('a.b', 'late', '1')")
+            await publish(database, 2, key="early")
+            await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM delivery"))
+        await all_ended(database)
+    late, early = await story_of(db, "late"), await story_of(db, "early")
+    assert late.sequenced is not None
+    assert early.sequenced is not None
+    assert (late.sequenced.late, early.sequenced.late) == (True, False)
+    assert late.event.outbox_id < early.event.outbox_id
+    assert the(late).sequence > the(early).sequence
+    assert the(late).fate == "delivered"
+
+
+async def test_a_dead_letter_and_its_replay_are_told(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    answers = [REFUSED]
+    network = Network(lambda sent: answers[0])
+    async with running(database, network):
+        await publish(database, 1, key="k")
+        await all_ended(database)
+        story = await story_of(db, "k")
+        assert the(story).fate == "dead"
+        letter = the(story).letter
+        assert letter is not None
+        assert story.diagnosis == (
+            f"shop: number 1 of lane {the(story).lane} was given up because its receiver refused "
+            f"it; it is dead letter {letter.id}: outbox dead replay {letter.id}",
+        )
+        # Again, to be refused again; and then it is taken.
+        await replays.replay(db, "relay", Selection(ids=(letter.id,)), actor="test")
+        await until(lambda: fetchval(database, "SELECT count(*) = 2 FROM dead_letter"))
+        first, second = (await story_of(db, "k")).deliveries
+        assert (first.fate, second.fate) == ("dead_again", "dead")
+        assert second.replay_of == (first.lane, 1)
+        answers[0] = OK
+        assert second.letter is not None
+        await replays.replay(db, "relay", Selection(ids=(second.letter.id,)), actor="test")
+        await until(lambda: network.accepted)
+        await all_ended(database)
+    story = await story_of(db, "k")
+    assert [d.fate for d in story.deliveries] == ["dead_again", "replayed", "delivered"]
+    assert story.deliveries[2].replay_of == (first.lane, 2)
+    assert story.diagnosis == ()
+    assert len({d.delivery_id for d in story.deliveries}) == 1
+    # What is kept of a dead letter tells of it when the event itself is gone.
+    await db.execute("TRUNCATE outbox")
+    assert (await story_of(db, str(story.event.event_id))).event.payload_bytes is None
+    assert await by(db, str(first.delivery_id)) == ("X-Delivery", (story.event.outbox_id,))
+
+
+async def test_a_number_in_a_range_knows_its_dead_letter(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, retry=SLOW_RETRY)
+    async with running(database, Network(lambda _: BUSY)):
+        for n in range(4):
+            await publish(database, n, key=f"k{n}")
+        await until(lambda: fetchval(database, "SELECT sum(last_seq) = 4 FROM lane_counter"))
+        await endpoint_removal.remove(db, "relay", "shop", actor="test", give_up=True)
+        await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM dead_letter"))
+    story = await story_of(db, "k2")
+    letter = the(story).letter
+    assert letter is not None
+    assert (letter.sequence, letter.to_sequence, letter.reason) == (1, 4, "removed")
+    (why,) = story.diagnosis
+    assert why.endswith("because its endpoint was removed; it is dead letter 1")
+
+
+# ------------------------------------------------------- why it is not delivered
+
+
+async def test_no_relay(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    await publish(database, 1, key="k")
+    story = await story_of(db, "k")
+    assert story.sequenced is None
+    assert story.diagnosis == ("it is not sequenced: no relay is alive; start one: outbox relay",)
+
+
+async def test_behind_a_delivery_that_fails(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, retry=SLOW_RETRY)
+    network = Network(lambda _: BUSY)
+    async with running(database, network):
+        for n in range(3):
+            await publish(database, n, key=f"k{n}")
+        await until(lambda: fetchval(database, "SELECT sum(last_seq) = 3 FROM lane_counter"))
+        await until(lambda: fetchval(database, "SELECT max(attempts) = 1 FROM lane_progress"))
+        first, third = await story_of(db, "k0"), await story_of(db, "k2")
+        lane = the(first).lane
+        assert the(first).fate == "owed"
+        (why,) = first.diagnosis
+        assert why.startswith(
+            f"shop: number 1 of lane {lane} failed in 1 attempt, the last: it answered 503; "
+        )
+        assert "the next is in" in why
+        (why,) = third.diagnosis
+        assert why.startswith(
+            f"shop: number 3 of lane {lane} waits behind 2 of its lane, the first is number 1 "
+            f"(event {first.event.event_id}), which failed in 1 attempt"
+        )
+    # And when nobody is there any more.
+    assert any("no relay that is alive" in why for why in (await story_of(db, "k0")).diagnosis)
+
+
+async def test_a_paused_endpoint_tells_by_whom_and_what_helps(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database)
+    await endpoint_states.pause(db, "relay", ["shop"], actor="kim", why="they move")
+    async with running(database, Network()):
+        await publish(database, 1, key="k")
+        await until(lambda: fetchval(database, "SELECT sum(last_seq) = 1 FROM lane_counter"))
+        (why,) = (await story_of(db, "k")).diagnosis
+    assert "waits: its endpoint is paused since" in why
+    assert why.endswith(" by kim (they move); outbox endpoint resume shop")
+
+
+async def test_a_lane_that_waits_for_an_operator(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database, on_dead_letter="block")
+    async with running(database, Network(lambda _: REFUSED)):
+        await publish(database, 1, key="k1")
+        await publish(database, 2, key="k2")
+        await until(lambda: fetchval(database, "SELECT count(*) = 1 FROM lane_block"))
+        await until(lambda: fetchval(database, "SELECT sum(last_seq) = 2 FROM lane_counter"))
+        (why,) = (await story_of(db, "k2")).diagnosis
+    assert "its lane is blocked since" in why
+    assert "outbox dead replay 1, outbox dead discard 1 or outbox endpoint resume shop" in why
+
+
+async def test_a_receiver_that_asked_for_time(database: Database, db: Connection[Any]) -> None:
+    await add_endpoint(database)
+    wait = Answer.of(429, 0.001, headers=(("Retry-After", "600"),))
+    async with running(database, Network(lambda _: wait)):
+        await publish(database, 1, key="k")
+        held = "SELECT count(held_until) = 1 FROM endpoint_health"
+        await until(lambda: fetchval(database, held))
+        told = (await story_of(db, "k")).diagnosis
+    assert any("more, as its receiver asked (Retry-After)" in why for why in told)
+
+
+async def test_lanes_from_before_their_number_changed(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, retry=SLOW_RETRY)
+    async with running(database, Network(lambda _: BUSY)):
+        await publish(database, 1, key="k1")
+        await until(lambda: fetchval(database, "SELECT sum(last_seq) = 1 FROM lane_counter"))
+        await endpoint_changes.update(
+            db, "relay", "shop", lambda settings: replace(settings, lanes=2), actor="test"
+        )
+        await publish(database, 2, key="k2")
+        await until(lambda: fetchval(database, "SELECT sum(last_seq) = 2 FROM lane_counter"))
+        told = (await story_of(db, "k2")).diagnosis
+    assert any("waits for 1 of the lanes that its endpoint had before" in why for why in told)
+
+
+async def test_who_did_not_get_it_and_which_rule_said_no(
+    database: Database, db: Connection[Any]
+) -> None:
+    await add_endpoint(database, "gets-it")
+    await add_endpoint(database, "b-type", types=["c.*"])
+    await add_endpoint(database, "a-type", types=["d.**"])
+    await add_endpoint(database, "tenant", tenant="acme")
+    await add_endpoint(database, "filter", filter="@.n > 1")
+    await add_endpoint(database, "gone")
+    await endpoint_removal.remove(db, "relay", "gone", actor="test")
+    async with running(database, Network()):
+        await publish(database, {"n": 1}, key="k")
+        await all_ended(database)
+        await add_endpoint(database, "younger")
+    story = await story_of(db, "k")
+    assert [d.endpoint for d in story.deliveries] == ["gets-it"]
+    assert {m.why: (m.endpoints, m.examples) for m in story.missed} == {
+        "type": (2, ("a-type", "b-type")),
+        "tenant": (1, ("tenant",)),
+        "filter": (1, ("filter",)),
+        "before": (1, ("younger",)),
+    }
+    assert story.diagnosis == ()
+    # Asked about one of them.
+    ids = await dead_letter_filter.endpoint_ids(db, "filter")
+    story = await story_of(db, "k", endpoint_ids=ids)
+    assert story.diagnosis == (
+        "no endpoint subscribed to it: 1 with a filter that its payload does not meet (filter)",
+    )
+
+
+async def test_more_deliveries_than_are_told_of(database: Database, db: Connection[Any]) -> None:
+    for name in "abc":
+        await add_endpoint(database, name)
+    async with running(database, Network()):
+        await publish(database, 1, key="k")
+        await all_ended(database)
+    story = await story_of(db, "k", limit=2)
+    assert ([d.endpoint for d in story.deliveries], story.deliveries_total) == (["a", "b"], 3)
+    assert story.missed == ()

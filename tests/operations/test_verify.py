@@ -1,0 +1,193 @@
+"""`outbox verify` finds what is broken: every promise is broken once, and named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from outbox.operations.verify.promises import CHECKS, audit
+from tests.support.relay import (
+    OK,
+    REFUSED,
+    Network,
+    add_endpoint,
+    all_ended,
+    exceptions,
+    publish,
+    running,
+)
+
+if TYPE_CHECKING:
+    from tests.support.postgres import Database
+
+# What breaks a promise, and which checks must say so.
+DAMAGE = {
+    "a committed event is declared dead": (
+        "UPDATE batch SET dead = '{[2,3)}' WHERE batch = 1",
+        {"lost"},
+    ),
+    "a delivery is missing": (
+        "DELETE FROM delivery WHERE seq = 3",
+        {"complete", "numbered"},
+    ),
+    "an event was never sequenced": (
+        """WITH gone AS (DELETE FROM delivery WHERE seq = 6 RETURNING 1),
+                fewer AS (UPDATE lane_counter SET last_seq = 5)
+           UPDATE lane_progress SET acked_seq = 5""",
+        {"complete"},
+    ),
+    "a delivery of an event that rolled back": (
+        "UPDATE delivery SET outbox_id = 999 WHERE seq = 3",
+        {"complete", "real"},
+    ),
+    "a delivery to somebody who did not subscribe": (
+        "UPDATE subscription SET types = '{other.**}'",
+        {"real"},
+    ),
+    "a delivery of an event that does not meet the filter": (
+        "UPDATE subscription SET filter = '@ < 5'",
+        {"real"},
+    ),
+    "a delivery of an event that meets the filter is missing": (
+        """WITH alone AS (DELETE FROM delivery WHERE seq = 6),
+                fewer AS (UPDATE lane_counter SET last_seq = 5),
+                less AS (UPDATE lane_progress SET acked_seq = 5)
+           UPDATE subscription SET filter = '@ >= 0'""",
+        {"complete"},
+    ),
+    "an event has two numbers": (
+        """WITH more AS (INSERT INTO delivery SELECT lane_id, batch + 1, 7, outbox_id
+                           FROM delivery WHERE seq = 6)
+           UPDATE lane_counter SET last_seq = 7""",
+        {"once"},
+    ),
+    "a number was taken for a replay and has no delivery": (
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'x') RETURNING id)
+           INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch, to_seq)
+           SELECT job.id, d.endpoint_id, d.id, 6, 1, 5 FROM job, dead_letter d""",
+        {"replayed"},
+    ),
+    "a replay is of another event": (
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('dead', 'x') RETURNING id),
+                asked AS (INSERT INTO replay (job_id, endpoint_id, dead_id, next_seq, next_batch,
+                                              to_seq)
+                          SELECT job.id, d.endpoint_id, d.id, 6, 1, 5 FROM job, dead_letter d
+                          RETURNING id)
+           UPDATE delivery d SET replay_id = asked.id, replay_seq = 5 FROM asked WHERE d.seq = 6""",
+        {"replayed", "complete"},
+    ),
+    "what a receiver asked for again was passed over": (
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by, lane_id)
+                        SELECT 'lane', 'x', id FROM lane RETURNING id),
+                part AS (INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id)
+                         SELECT job.id, l.endpoint_id, 1, 3, 2 FROM job, lane l)
+           INSERT INTO replay (job_id, endpoint_id, next_seq, next_batch, to_seq)
+           SELECT job.id, l.endpoint_id, 3, 1, 2 FROM job, lane l""",
+        {"resent"},
+    ),
+    "a backfill went on behind what it says": (
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('history', 'x')
+                        RETURNING id),
+                part AS (INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id,
+                                                  taken)
+                         SELECT job.id, l.endpoint_id, 1, 6, 6, 1 FROM job, lane l)
+           UPDATE delivery d SET backfill_id = job.id FROM job WHERE d.seq = 6""",
+        {"backfilled", "complete"},
+    ),
+    "a backfill has lost a delivery": (
+        """WITH job AS (INSERT INTO replay_job (kind, asked_by) VALUES ('history', 'x')
+                        RETURNING id)
+           INSERT INTO replay_part (job_id, endpoint_id, first_id, next_id, last_id, taken)
+           SELECT job.id, l.endpoint_id, 1, 6, 6, 1 FROM job, lane l""",
+        {"backfilled"},
+    ),
+    "a number was passed without an outcome": (
+        "DELETE FROM attempt WHERE seq = 1",
+        {"accounted"},
+    ),
+    "a delivery succeeded and was given up": (
+        """INSERT INTO dead_letter (endpoint_id, lane_id, batch, seq, to_seq, reason, attempts)
+           SELECT endpoint_id, lane_id, 1, 1, 1, 'refused', 1 FROM lane_progress""",
+        {"accounted"},
+    ),
+    "numbers were acknowledged out of order": (
+        "UPDATE lane_progress SET acked_seq = 3, floor_batch = 0",
+        {"in order"},
+    ),
+    "an open gap lies above the cursor": (
+        "INSERT INTO gap VALUES (1000, 1001)",
+        {"gaps"},
+    ),
+    "an endpoint changed hands unseen": (
+        "UPDATE ownership SET epoch = epoch + 1",
+        {"owned"},
+    ),
+    "a lane has no counter": (
+        "DELETE FROM lane_counter",
+        {"whole"},
+    ),
+    "an endpoint was removed unseen": (
+        "UPDATE endpoint SET state = 'removed'",
+        {"owned"},
+    ),
+}
+
+
+async def _a_life(database: Database) -> None:
+    """Six events, the fifth of them refused."""
+    await add_endpoint(database)
+    network = Network(lambda sent: REFUSED if sent.seq == 5 else OK)
+    async with running(database, network):
+        await publish(database, *range(6))
+        await all_ended(database)
+
+
+async def test_a_whole_database_has_no_exceptions(database: Database) -> None:
+    await _a_life(database)
+    assert await exceptions(database) == {}
+
+
+@pytest.mark.one_major
+@pytest.mark.parametrize("what", DAMAGE)
+async def test_damage_is_found(database: Database, what: str) -> None:
+    damage, expected = DAMAGE[what]
+    await _a_life(database)
+    async with database.connection(server_settings={"search_path": "relay"}) as connection:
+        await connection.execute(damage)
+    found = await exceptions(database)
+    assert expected <= found.keys(), found
+
+
+# Event 3 was found late, 8 is not sequenced yet, and 100 was forgotten.
+LONG_LOG = """
+INSERT INTO outbox (type, payload) SELECT 'a.b', '{}' FROM generate_series(1, 20000);
+INSERT INTO batch (batch, high, found)
+SELECT n, n * 5, CASE n WHEN 10 THEN '{[3,4)}'::int8multirange ELSE '{}' END
+  FROM generate_series(1, 4000) n;
+INSERT INTO gap VALUES (8, 8);
+INSERT INTO delivery (lane_id, batch, seq, outbox_id)
+SELECT (SELECT id FROM lane), CASE n WHEN 3 THEN 10 ELSE (n + 4) / 5 END, n, n
+  FROM generate_series(1, 20000) n WHERE n NOT IN (8, 100);
+ANALYZE outbox, batch, delivery;
+"""
+
+
+@pytest.mark.one_major
+async def test_a_long_log_takes_no_more_room_than_it_has(database: Database) -> None:
+    """With every row of a join went a list of all batches once: gigabytes."""
+    await add_endpoint(database)
+    settings = {
+        "search_path": "relay",
+        "temp_file_limit": "20MB",
+        "statement_timeout": "20s",
+    }
+    async with database.connection(server_settings=settings) as connection:
+        await connection.execute(LONG_LOG)
+        found = {f.check.name: f.examples async for f in audit(connection)}
+    assert found["complete"] == ("event 100 has 0 deliveries for endpoint shop",)
+    assert (found["lost"], found["real"], found["once"]) == ((), (), ())
+
+
+def test_every_check_is_broken_by_some_damage() -> None:
+    assert {name for _, names in DAMAGE.values() for name in names} == {c.name for c in CHECKS}

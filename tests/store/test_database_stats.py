@@ -1,0 +1,65 @@
+"""What the leader tells of the database as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.store.database_stats import survey
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+PATH = {"server_settings": {"search_path": "relay"}}
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(**PATH)
+
+
+async def test_an_open_transaction_holds_the_horizon_back(
+    database: Database, db: Connection[Any]
+) -> None:
+    other = await database.connect()
+    async with other.transaction(isolation="repeatable_read"):
+        await other.execute("SELECT count(*) FROM pg_class")
+        age_s = (await survey(db)).horizon_age_s
+        assert age_s is not None
+        assert 0 <= age_s < 60
+
+
+async def test_a_vacuum_does_not_hold_back_what_it_is_there_to_remove(
+    database: Database, db: Connection[Any]
+) -> None:
+    other = await database.connect()
+    await other.execute(
+        "CREATE TABLE public.large WITH (autovacuum_enabled = false) "
+        "AS SELECT generate_series(1, 100000) AS n"
+    )
+    # As slow as can be: it is there for as long as this test looks.
+    await other.execute("SET vacuum_cost_delay = 100")
+    await other.execute("SET vacuum_cost_limit = 1")
+
+    async def nothing() -> bool:
+        return (await survey(db)).horizon_age_s is None
+
+    vacuum = asyncio.create_task(other.execute("VACUUM public.large"))
+    try:
+        seen = "SELECT backend_xmin IS NOT NULL FROM pg_stat_activity WHERE pid = $1"
+        at_work = "SELECT count(*) FROM pg_stat_progress_vacuum WHERE heap_blks_scanned > 0"
+        await until(lambda: db.fetchval(at_work))
+        assert await db.fetchval(seen, other.get_server_pid())
+        # Somebody else may be at it for a moment, such as an ANALYZE.
+        await until(nothing)
+        assert not vacuum.done()
+    finally:
+        await db.execute("SELECT pg_cancel_backend($1)", other.get_server_pid())
+        await asyncio.gather(vacuum, return_exceptions=True)

@@ -1,0 +1,130 @@
+"""What the database does for operational events: who wants them, and what is in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pytest
+
+from outbox.core.model import pattern
+from outbox.core.model.ids import lane_name
+from outbox.store.connection.migrate import PAYLOAD_BYTES_RANGE, migrate
+from outbox.store.operational_events import LETTER_CREATED, TELL_NEWS
+from tests.support.relay import add_endpoint, fetchval
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+PATH: dict[str, Any] = {"server_settings": {"search_path": "relay"}}
+KIND = "outbox.dead_letter.created"
+PATTERNS = [
+    *("**", "*", "*.dead_letter.created", "*.**", "outbox", "outbox_dead_letter.created"),
+    *("outbox.**", "outbox.*", "outbox.*.*", "outbox.dead_letter.*", "outbox.*.created", KIND),
+    *(
+        "outbox.dead_letter",
+        "outbox.dead_letter.created.x",
+        "outbox.*.*.*",
+        "outbox.dead_letter.**",
+    ),
+]
+
+
+async def announced(db: Connection, kind: str = KIND, about: object = None) -> bool:
+    return bool(await db.fetchval("SELECT announce($1, $2, '{}')", kind, about))
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+async def test_it_is_written_for_the_patterns_that_match_it(database: Database, text: str) -> None:
+    await add_endpoint(database, types=["order.paid", text])
+    async with database.connection(**PATH) as db:
+        wanted = pattern.parse(text).fullmatch(KIND) is not None
+        assert await announced(db) is wanted
+        assert await db.fetchval("SELECT count(*) FROM outbox WHERE type = $1", KIND) == wanted
+
+
+async def test_whether_anybody_wants_any_is_asked_of_a_small_index(database: Database) -> None:
+    for n in range(50):
+        await add_endpoint(database, f"e{n}", types=["outbox.**"] if n == 7 else ["**"])
+    async with database.connection(**PATH) as db:
+        assert await db.fetchval("SELECT count(*) FROM subscription") == 50
+        await db.execute("ANALYZE; SET enable_seqscan = off; SET enable_bitmapscan = off")
+        size = "SELECT reltuples FROM pg_class WHERE relname = 'subscription_operational'"
+        assert await db.fetchval(size) == 1
+        plan = await db.fetch(
+            "EXPLAIN SELECT EXISTS (SELECT FROM subscription "
+            "WHERE to_batch IS NULL AND names_operational(types))"
+        )
+        assert "subscription_operational" in str(plan)
+
+
+async def test_lanes_are_called_as_receivers_know_them(database: Database) -> None:
+    endpoint = await add_endpoint(database)
+    sql = "SELECT lane_name($1, 1000001, 12)"
+    assert await fetchval(database, sql, endpoint.id) == lane_name(endpoint.id, 1_000_001, 12)
+
+
+async def test_of_many_those_that_are_refused_are_missing(database: Database) -> None:
+    await add_endpoint(database, types=[KIND])
+    async with database.connection(**PATH) as db:
+        await db.execute(f"""
+            CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN RAISE 'no'; END $$;
+            CREATE TRIGGER refuse BEFORE INSERT ON outbox FOR EACH ROW
+            WHEN (NEW.payload ->> 'n' = '3') EXECUTE FUNCTION refuse();
+            CREATE TEMPORARY TABLE news AS
+            SELECT CASE n WHEN 5 THEN 'outbox.lane.blocked' ELSE '{KIND}' END AS type,
+                   NULL::uuid AS about, jsonb_build_object('n', n) AS told
+              FROM generate_series(1, 6) AS n""")
+        assert await db.fetchval(TELL_NEWS) == 4
+        written = await db.fetch("SELECT payload ->> 'n' AS n FROM outbox ORDER BY id")
+        assert [each["n"] for each in written] == ["1", "2", "4", "6"]
+        await db.execute("DELETE FROM news")
+        assert await db.fetchval(TELL_NEWS) is None, "of nothing nobody is asked"
+
+
+async def test_a_table_that_is_locked_is_waited_for_once(database: Database) -> None:
+    await add_endpoint(database, types=[KIND])
+    async with database.connection(**PATH) as db, database.connection(**PATH) as other:
+        await db.execute(f"""
+            CREATE TEMPORARY TABLE news AS
+            SELECT '{KIND}' AS type, NULL::uuid AS about, '{{}}'::jsonb AS told
+              FROM generate_series(1, 20)""")
+        warnings: list[str] = []
+        db.add_log_listener(lambda _, message: warnings.append(str(message)))
+        async with other.transaction():
+            await other.execute("LOCK TABLE outbox IN SHARE MODE")
+            assert await db.fetchval(TELL_NEWS) == 0
+        assert await db.fetchval(TELL_NEWS) == 20
+    (warning,) = warnings
+    assert "20 operational events were refused: canceling statement due to lock" in warning
+
+
+async def test_it_fits_into_the_smallest_limit_of_payloads(database: Database) -> None:
+    least, _ = PAYLOAD_BYTES_RANGE
+    # The longest name and type that there can be, as JSON twice as long.
+    endpoint = await add_endpoint(database, '"' * 200, url="http://receiver.test/")
+    await add_endpoint(database, "ops", types=["outbox.**"])
+    async with database.connection(**PATH) as db:
+        await migrate(db, "relay", payload_bytes_max=least)
+        most = 2**63 - 1
+        letter = f"""
+            SELECT announce({LETTER_CREATED})
+              FROM (SELECT $1::uuid AS endpoint_id, {most} AS id, {most} AS seq, {most} AS to_seq,
+                           gen_random_uuid() AS event_id, repeat('x', 255) AS type,
+                           'exhausted' AS reason, 2147483647 AS attempts,
+                           '{{"status": 503, "failure": "connection refused"}}'::jsonb
+                               AS last_answer) x,
+                   (SELECT {most} AS generation, 1023 AS slot) l"""
+        assert await db.fetchval(letter, endpoint.id) is True
+        payload = await db.fetchval("SELECT payload::text FROM outbox")
+    told = orjson.loads(payload)
+    assert set(told) == {
+        *("version", "at", "endpoint", "dead_letter", "lane", "sequence", "to_sequence"),
+        *("event", "type", "reason", "attempts", "status", "failure"),
+    }
+    assert 1024 < len(payload.encode()) <= least

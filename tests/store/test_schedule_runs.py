@@ -1,0 +1,311 @@
+"""Ticks and future events enter the outbox once, whoever else tries at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import asyncpg
+import orjson
+import pytest
+
+import outbox
+from outbox.operations import schedule_changes
+from outbox.store import schedule_runs
+from outbox.store.schedule_runs import TickStore
+from tests.support.plans import explain
+from tests.support.schedules import DAY, add, journal, let_be_due, published
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+PATH = {"server_settings": {"search_path": "relay"}}
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(**PATH)
+
+
+@pytest.fixture
+async def store(database: Database) -> TickStore:
+    return TickStore(await database.connect(**PATH), 1)
+
+
+# -------------------------------------------------------------------- schedules
+
+
+async def test_a_tick_carries_what_the_schedule_says(db: Connection[Any], store: TickStore) -> None:
+    await add(db, payload={"n": 1}, key="k", tenant="acme", headers={"X-Mine": "yes"})
+    (tick,) = await let_be_due(db, 1)
+    assert (await store.tick()).schedules == 1
+    row = await db.fetchrow("SELECT * FROM outbox")
+    assert (row["type"], row["key"], row["tenant"], row["payload"]) == (
+        "a.b",
+        "k",
+        "acme",
+        '{"n": 1}',
+    )
+    assert orjson.loads(row["headers"]) == {
+        "X-Mine": "yes",
+        "X-Schedule": "daily",
+        "X-Schedule-Time": f"{tick:%Y-%m-%dT%H:%M:%SZ}",
+    }
+    kept = await db.fetchrow("SELECT * FROM schedule")
+    assert (kept["last_at"], kept["last_outbox_id"], kept["last_event_id"]) == (
+        tick,
+        row["id"],
+        row["event_id"],
+    )
+    assert kept["next_at"] == kept["look_at"] == tick + DAY
+    assert (await store.tick()).schedules == 0
+
+
+async def test_each_tick_is_published_once_however_many_try(
+    database: Database, db: Connection[Any]
+) -> None:
+    names = [f"s{n}" for n in range(3)]
+    for name in names:
+        await add(db, name)
+    stores = [TickStore(await database.connect(**PATH), n) for n in range(3)]
+    expected: dict[str, list[datetime]] = {name: [] for name in names}
+    for _ in range(30):
+        for name in names:
+            expected[name] += await let_be_due(db, 3, name)
+        await asyncio.gather(*(store.tick() for store in stores))
+    for name in names:
+        assert await published(db, name) == expected[name]
+
+
+async def test_what_was_not_committed_never_was(
+    database: Database, db: Connection[Any], store: TickStore
+) -> None:
+    """A replica that dies after it wrote the event, and before it committed."""
+    await add(db)
+    due = await let_be_due(db, 1)
+    dying = await database.connect(**PATH)
+    transaction = dying.transaction()
+    await transaction.start()
+    (row,) = await dying.fetch(schedule_runs.LOCK_DUE, 10)
+    await dying.execute(schedule_runs.PUBLISH, [row["id"]], [row["next_at"]], False)
+    assert (await store.tick()).schedules == 0  # It is locked, and nobody waits.
+    dying.terminate()
+
+    async def ticked() -> bool:
+        return (await store.tick()).schedules == 1
+
+    await until(ticked, what="the dead one's lock to be let go")
+    assert await published(db) == due
+
+
+async def test_all_goes_on_where_a_helping_ended(
+    db: Connection[Any], store: TickStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_runs, "TICKS_MAX", 4)
+    await add(db)
+    due = await let_be_due(db, 10)
+    helpings = 0
+    while (await store.tick()).schedules:
+        helpings += 1
+    assert helpings == 3
+    assert await published(db) == due
+    assert await journal(db, "schedule_skipped") == []
+
+
+async def test_once_publishes_the_newest_and_says_what_it_stands_for(
+    db: Connection[Any], store: TickStore
+) -> None:
+    await add(db, misfire="once")
+    due = await let_be_due(db, 10)
+    await store.tick()
+    assert await published(db) == [due[-1]]
+    (told,) = await journal(db, "schedule_skipped")
+    assert told == {
+        "name": "daily",
+        "misfire": "once",
+        "from": due[0].isoformat(),
+        "before": due[-1].isoformat(),
+    }
+
+
+async def test_skip_leaves_out_what_is_older_than_the_grace(
+    db: Connection[Any], store: TickStore
+) -> None:
+    await add(db, misfire="skip", grace_s=25 * 3600)
+    due = await let_be_due(db, 10)
+    await store.tick()
+    assert await published(db) == due[-2:]
+    (told,) = await journal(db, "schedule_skipped")
+    assert (told["from"], told["before"]) == (due[0].isoformat(), due[-2].isoformat())
+    await add(db, "prompt", misfire="skip", grace_s=60)
+    due = await let_be_due(db, 2, "prompt")
+    await store.tick()
+    assert await published(db, "prompt") == []
+    assert await db.fetchval("SELECT next_at FROM schedule WHERE name = 'prompt'") == due[-1] + DAY
+
+
+async def test_a_paused_schedule_does_not_tick(db: Connection[Any], store: TickStore) -> None:
+    await add(db)
+    await let_be_due(db, 3)
+    await schedule_changes.pause(db, "relay", ["daily"], actor="test")
+    assert (await store.tick()).schedules == 0
+    (resumed,) = await schedule_changes.resume(db, "relay", ["daily"], actor="test")
+    assert resumed.next_at is not None
+    assert resumed.next_at > resumed.now
+    assert (await store.tick()).schedules == 0
+
+
+async def test_one_that_cannot_be_read_holds_up_nobody(
+    db: Connection[Any], store: TickStore
+) -> None:
+    await add(db, "broken")
+    await add(db)
+    await let_be_due(db, 2, "broken")
+    await let_be_due(db, 1)
+    await db.execute("UPDATE schedule SET timezone = 'Atlantis' WHERE name = 'broken'")
+    ticked = await store.tick()
+    assert [name for name, _ in ticked.broken] == ["broken"]
+    assert len(await published(db)) == 1
+    assert await published(db, "broken") == []
+    assert (await store.tick()).schedules == 0
+
+
+async def test_when_something_is_due(db: Connection[Any], store: TickStore) -> None:
+    assert await store.due_in_s() is None
+    await add(db)
+    due_in_s = await store.due_in_s()
+    assert due_in_s is not None
+    assert 80_000 < due_in_s < 86_400
+    await outbox.publish(db, "a", 1, deliver_at=datetime.now(UTC) + timedelta(milliseconds=50))
+    due_in_s = await store.due_in_s()
+    assert due_in_s is not None
+    assert due_in_s < 0.1
+
+
+# ---------------------------------------------------------------- future events
+
+
+async def _future(
+    db: Connection[Any], *seconds: float, key: str | None = "k", ago_s: float = 0.0
+) -> None:
+    """Events that wait, numbered; then time goes by."""
+    now = datetime.now(UTC)
+    for n, s in enumerate(seconds):
+        await outbox.publish(db, "a", n, key=key, deliver_at=now + timedelta(seconds=60 + s))
+    await db.execute(
+        "UPDATE future_event SET deliver_at = deliver_at - make_interval(secs => $1)", 60 + ago_s
+    )
+
+
+async def _numbers(db: Connection[Any]) -> list[int]:
+    return [int(r["payload"]) for r in await db.fetch("SELECT payload FROM outbox ORDER BY id")]
+
+
+async def test_they_come_by_their_time_then_by_their_insertion(
+    db: Connection[Any], store: TickStore
+) -> None:
+    await _future(db, 3, 1, 2, 1, 3, ago_s=10)
+    assert await store.move() == 5
+    assert await _numbers(db) == [1, 3, 2, 0, 4]
+    assert await store.move() == 0
+    assert await db.fetchval("SELECT count(*) FROM future_event") == 0
+
+
+async def test_only_those_that_are_due_move(db: Connection[Any], store: TickStore) -> None:
+    await _future(db, 0, 3600, ago_s=1)
+    assert await store.move() == 1
+    assert await _numbers(db) == [0]
+
+
+async def test_they_move_once_and_in_order_however_many_try(
+    database: Database, db: Connection[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_runs, "EVENTS_MAX", 7)
+    await _future(db, *range(100), ago_s=200)
+    stores = [TickStore(await database.connect(**PATH), n) for n in range(3)]
+    moved = 0
+
+    async def drain(store: TickStore) -> None:
+        nonlocal moved
+        while moved < 100:
+            some = await store.move()
+            moved += some
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*map(drain, stores))
+    assert await _numbers(db) == list(range(100))
+
+
+async def test_nobody_waits_for_another_one_that_moves_them(
+    database: Database, db: Connection[Any], store: TickStore
+) -> None:
+    await _future(db, 0, 1, 2, ago_s=10)
+    moving = await database.connect(**PATH)
+    transaction = moving.transaction()
+    await transaction.start()
+    assert await moving.fetchval(schedule_runs.LOCK_FUTURE)
+    assert await moving.fetchval(schedule_runs.MOVE_FUTURE, 2) == 2
+    async with asyncio.timeout(10):
+        assert await store.move() == 0
+    await transaction.rollback()
+    assert await store.move() == 3
+    assert await _numbers(db) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("analyzed", [False, True], ids=("unknown", "analyzed"))
+async def test_looks_are_cheap_when_a_lot_waits(
+    database: Database, db: Connection[Any], analyzed: bool
+) -> None:
+    """A look reads what is due, three events at first, whatever the server knows."""
+    await db.execute(
+        "INSERT INTO future_event (event_id, type, payload, deliver_at) "
+        "SELECT gen_random_uuid(), 'a', '1', now() + n * interval '1 hour' "
+        "FROM generate_series(1, 20000) n"
+    )
+    await add(db)
+    await db.execute(
+        "INSERT INTO schedule (name, cron, timezone, type, payload, misfire, grace_s, overlap, "
+        "next_at, look_at) SELECT 's' || n, '@yearly', 'UTC', 'a', '1', 'once', 1, 'allow', t, t "
+        "FROM generate_series(1, 10000) n, LATERAL (SELECT now() + n * interval '1 hour' AS t) x"
+    )
+    if analyzed:
+        await db.execute("ANALYZE future_event")
+        await db.execute("ANALYZE schedule")
+    for generic in (False, True):
+        await _future(db, 0, 1, 2, ago_s=10)
+        for sql, *arguments in (
+            (schedule_runs.READ_DUE_IN,),
+            (schedule_runs.LOCK_DUE, 100),
+            (schedule_runs.MOVE_FUTURE, 200),
+        ):
+            plan = await explain(db, sql, *arguments, generic=generic)
+            # Rows that are dead, and not cleaned away yet, are met on the way.
+            assert plan.rows <= 10, plan
+            assert plan.pages <= 30, plan
+
+
+async def test_the_outbox_rules_hold_when_it_is_written(
+    database: Database, db: Connection[Any]
+) -> None:
+    """What would be refused at its time is refused at once, in the outbox's words."""
+    later = "deliver_at => now() + interval '1 day'"
+    refusals: Sequence[tuple[str, str]] = (
+        (f"'a b', '1', {later}", "type_must_be_dotted"),
+        (f"'a', '1', key => '', {later}", "key_must_be_1_to_512_bytes"),
+        (f"'a', '1', tenant => '', {later}", "tenant_must_be_1_to_255_bytes"),
+        (f"'a', '1', headers => '[]', {later}", "headers_must_be_an_object_of_strings"),
+        (f"'a', to_jsonb(repeat('x', 262144)), {later}", "payload_must_be_at_most_262144_bytes"),
+        (f"'outbox.a', '1', {later}", '"outbox." is reserved'),
+        ("'a', '1', deliver_at => 'infinity'", "deliver_at_must_be_finite"),
+        (f"'a', '1', {later}, expires_at => now()", "expires_at_must_be_after_deliver_at"),
+    )
+    for arguments, says in refusals:
+        with pytest.raises(asyncpg.CheckViolationError, match=says):
+            await db.execute(f"SELECT publish({arguments})")
+    assert await db.fetchval("SELECT count(*) FROM future_event") == 0

@@ -1,0 +1,329 @@
+"""Secrets at rest: what stands in the tables, and who can read it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+from uuid import UUID, uuid4
+
+import orjson
+import pytest
+
+from outbox.core.delivery.signature import parse_secret
+from outbox.core.model import endpoint_config
+from outbox.core.model.encryption_keys import format_key, parse_keys
+from outbox.core.model.endpoint import EndpointSettings
+from outbox.errors import CannotRun, Conflict
+from outbox.operations import endpoint_changes, endpoint_secrets, endpoints, rotate_key
+from outbox.operations.apply import apply
+from outbox.store import endpoints as destinations
+from outbox.store.connection.secrets import CLEAR, SIGNING, Locked, LockedText, Vault
+from outbox.store.replicas import ReplicaStore
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+
+    from tests.support.postgres import Database
+
+pytestmark = pytest.mark.one_major
+
+OLD, NEW = (Vault(parse_keys(format_key(bytes([i]) * 32))) for i in (1, 2))
+BOTH = Vault(parse_keys(f"{format_key(bytes([2]) * 32)} {format_key(bytes([1]) * 32)}"))
+CREDENTIAL = "Bearer hunter2"
+
+
+@pytest.fixture
+async def db(database: Database) -> Connection[Any]:
+    return await database.connect(server_settings={"search_path": "relay"})
+
+
+async def add(db: Connection[Any], vault: Vault, name: str = "shop", **values: Any) -> Any:
+    settings = EndpointSettings(
+        name=name,
+        url="https://example.com/",
+        headers={"Authorization": CREDENTIAL, "X-Env": "prod"},
+        **values,
+    )
+    return await endpoint_changes.add(db, "relay", settings, actor="test", vault=vault)
+
+
+async def everything(db: Connection[Any]) -> str:
+    """All that stands in the tables, as text."""
+    tables = await db.fetch(
+        "SELECT relname FROM pg_class WHERE relkind IN ('r', 'p') "
+        "AND relnamespace = 'relay'::regnamespace AND NOT relispartition"
+    )
+    rows = [await db.fetch(f'SELECT t::text FROM "{t["relname"]}" t') for t in tables]
+    return str(rows)
+
+
+# ------------------------------------------------------------------ the vault
+
+
+def test_a_text_is_read_again_and_never_looks_the_same() -> None:
+    endpoint = uuid4()
+    first, second = (OLD.seal("whsec_é", endpoint, SIGNING) for _ in range(2))
+    assert first != second
+    assert "whsec" not in first
+    assert first.startswith(f"sealed:{OLD.key_id}:")
+    assert OLD.open(first, endpoint, SIGNING) == "whsec_é"
+    assert BOTH.open(first, endpoint, SIGNING) == "whsec_é"
+    assert BOTH.key_id == NEW.key_id
+
+
+def test_without_a_key_things_are_as_they_are() -> None:
+    assert CLEAR.seal("x", uuid4(), SIGNING) == "x"
+    assert OLD.open("x", uuid4(), SIGNING) == "x"
+
+
+def test_what_was_written_for_one_endpoint_or_use_is_nothing_for_another() -> None:
+    endpoint = uuid4()
+    sealed = OLD.seal("x", endpoint, SIGNING)
+    for other, what in ((uuid4(), SIGNING), (endpoint, "header x")):
+        with pytest.raises(Locked, match="is not what was encrypted for it"):
+            OLD.open(sealed, other, what)
+
+
+@pytest.mark.parametrize("at", range(0, 60, 7))
+def test_whatever_is_changed_in_it_is_found(at: int) -> None:
+    endpoint = UUID(int=7)
+    head, _, data = OLD.seal("a secret that is long", endpoint, SIGNING).rpartition(":")
+    changed = "A" if data[at] != "A" else "B"
+    with pytest.raises(Locked, match="somebody changed the table"):
+        OLD.open(f"{head}:{data[:at]}{changed}{data[at + 1 :]}", endpoint, SIGNING)
+
+
+@pytest.mark.parametrize("rest", ["", ":", "?:", ":x", f"{OLD.key_id}:", f"{OLD.key_id}:é"])
+def test_what_was_never_encrypted_is_locked_and_not_a_crash(rest: str) -> None:
+    with pytest.raises(Locked):
+        OLD.open(f"sealed:{rest}", uuid4(), SIGNING)
+
+
+def test_who_has_not_the_key_is_told_which_one() -> None:
+    sealed = OLD.seal("x", uuid4(), SIGNING)
+    for vault in (CLEAR, NEW):
+        with pytest.raises(Locked, match=f"key {OLD.key_id}; set OUTBOX_KEY"):
+            vault.open(sealed, uuid4(), SIGNING)
+
+
+# ----------------------------------------------------------------- the tables
+
+
+async def test_no_secret_is_in_the_tables(db: Connection[Any]) -> None:
+    made = await add(db, OLD)
+    await endpoint_changes.update(
+        db,
+        "relay",
+        "shop",
+        lambda s: endpoint_config.one({"headers": {"X-Key": "hunter3", "Authorization": None}}, s),
+        actor="test",
+        vault=OLD,
+    )
+    rotated = await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=OLD)
+    private = await endpoint_secrets.rotate_secret(
+        db, "relay", "shop", actor="t", vault=OLD, ed25519=True
+    )
+    text = await everything(db)
+    for secret in (made.secret, rotated.secret, CREDENTIAL, "hunter", "whsec_", "whsk_"):
+        assert secret not in text
+    assert private.secret.startswith("whpk_")
+    (found,) = await destinations.read(db, [made.id], OLD)
+    assert dict(found.headers) == {"X-Key": "hunter3", "Authorization": CREDENTIAL}
+    newest, *older = found.secrets_at(0)
+    assert newest.public_text == private.secret
+    assert older == [parse_secret(rotated.secret), parse_secret(made.secret)]
+    assert "hunter" not in repr(found)
+
+
+async def test_who_cannot_read_an_endpoint_says_why_and_the_others_go_on(
+    db: Connection[Any],
+) -> None:
+    await add(db, CLEAR, "clear")
+    made = await add(db, OLD, "shop")
+    ids = [r["id"] for r in await db.fetch("SELECT id FROM endpoint ORDER BY name")]
+    clear, shop = await destinations.read(db, ids, NEW)
+    assert clear.usable
+    assert not shop.usable
+    assert shop.problem == (
+        f"its signing secret is encrypted with the key {OLD.key_id}; set OUTBOX_KEY to that key"
+    )
+    with pytest.raises(CannotRun, match='endpoint "shop": its signing secret is encrypted'):
+        await destinations.find(db, "relay", "shop", CLEAR)
+    assert (await destinations.find(db, "relay", "shop", BOTH)).id == made.id
+
+
+async def test_nobody_leaves_a_secret_that_the_others_cannot_read(db: Connection[Any]) -> None:
+    await add(db, OLD)
+    for vault in (CLEAR, NEW):
+        with pytest.raises(Locked, match=f"secrets are encrypted here with the key {OLD.key_id}"):
+            await add(db, vault, "second")
+        with pytest.raises(Locked):
+            await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=vault)
+        with pytest.raises(Locked):
+            await endpoint_changes.update(
+                db,
+                "relay",
+                "shop",
+                lambda s: endpoint_config.one({"headers": {"X-Env": "test"}}, s),
+                actor="t",
+                vault=vault,
+            )
+    # With a new key in front it is written with the one that everybody has, until `rekey`.
+    await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=BOTH)
+    assert await keys_in_use(db) == [OLD.key_id, OLD.key_id]
+    await rotate_key.rekey(db, "relay", BOTH, actor="t")
+    await endpoint_secrets.rotate_secret(db, "relay", "shop", actor="t", vault=BOTH)
+    assert await keys_in_use(db) == [NEW.key_id] * 3
+
+
+async def test_the_first_key_comes_into_use_when_every_relay_has_it(db: Connection[Any]) -> None:
+    store = ReplicaStore(db, None)
+    await store.register(await store.reserve(), "old", "0", 30.0)
+    with pytest.raises(Conflict, match=f"the relay old has not the key {OLD.key_id}"):
+        await add(db, OLD)
+    await db.execute("DELETE FROM replica")
+    await store.register(await store.reserve(), "new", "0", 30.0, (), BOTH.key_ids)
+    await add(db, OLD)
+    assert await keys_in_use(db) == [OLD.key_id]
+
+
+async def keys_in_use(db: Connection[Any]) -> list[str | None]:
+    rows = await db.fetch("SELECT key_id FROM endpoint_secret ORDER BY endpoint_id, id")
+    return [row["key_id"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    ['{"X": {}}', '{"X": {"sealed": 5}}', '{"X": {"sealed": "x"}}', '{"X": 5}', '{"X": null}'],
+)
+async def test_a_row_that_nobody_can_read_keeps_no_other_waiting(
+    db: Connection[Any], headers: str
+) -> None:
+    await add(db, OLD, "broken")
+    await add(db, OLD, "good")
+    await db.execute("UPDATE endpoint SET headers = $1::text::jsonb WHERE name = 'broken'", headers)
+    ids = [r["id"] for r in await db.fetch("SELECT id FROM endpoint ORDER BY name")]
+    broken, good = await destinations.read(db, ids, OLD)
+    assert good.usable
+    assert broken.problem is not None
+    assert "its header x is neither a text nor encrypted" in broken.problem
+    done = await rotate_key.rekey(db, "relay", BOTH, actor="t")
+    assert (done.done, len(done.locked), done.left) == (2, 1, 1)
+
+
+async def test_without_the_key_everything_else_can_be_changed(db: Connection[Any]) -> None:
+    made = await add(db, OLD)
+    for vault in (CLEAR, NEW):
+        found = await endpoints.get(db, "relay", "shop")
+        assert all(isinstance(v, LockedText) for v in found.settings.headers.values())
+        document = {"endpoints": [{**endpoint_config.write(found.settings), "lanes": 2}]}
+        await apply(db, "relay", endpoint_config.read(document), actor="t", vault=vault)
+        done = await endpoint_changes.update(
+            db,
+            "relay",
+            "shop",
+            lambda s: endpoint_config.one({"lanes": 3}, s),
+            actor="t",
+            vault=vault,
+        )
+        assert [d.setting for d in done.differences] == ["lanes"]
+    (there,) = await destinations.read(db, [made.id], OLD)
+    assert dict(there.headers)["Authorization"] == CREDENTIAL
+
+
+# ------------------------------------------------------------------ rekeying
+
+
+async def test_everything_is_encrypted_anew(db: Connection[Any]) -> None:
+    made = [await add(db, CLEAR, f"e{i}") for i in range(3)]
+    await endpoint_secrets.rotate_secret(db, "relay", "e0", actor="t")
+    assert await rotate_key.survey(db, "relay") == [rotate_key.Kept(None, 4 + 6)]
+    done = await rotate_key.rekey(db, "relay", OLD, actor="ann")
+    assert (done.key, done.endpoints, done.done, done.secrets) == (OLD.key_id, 3, 3, 10)
+    assert CREDENTIAL not in await everything(db)
+    seen: list[int] = []
+    again = await rotate_key.rekey(
+        db, "relay", BOTH, actor="ann", on_progress=lambda d: seen.append(d.done)
+    )
+    assert (again.secrets, seen) == (10, [1, 2, 3])
+    assert await rotate_key.survey(db, "relay") == [rotate_key.Kept(NEW.key_id, 10)]
+    assert (await rotate_key.rekey(db, "relay", NEW, actor="ann")).secrets == 0
+    clear = await rotate_key.rekey(db, "relay", NEW.in_clear(), actor="ann")
+    assert (clear.key, clear.secrets) == (None, 10)
+    found = await destinations.read(db, [m.id for m in made], CLEAR)
+    assert all(dict(f.headers)["Authorization"] == CREDENTIAL for f in found)
+    told = await db.fetch("SELECT actor, data FROM journal WHERE kind = 'secrets_rekeyed'")
+    assert [r["actor"] for r in told] == ["ann"] * 3
+
+
+async def test_what_cannot_be_read_is_left_as_it_is(db: Connection[Any]) -> None:
+    await add(db, CLEAR, "good")
+    await add(db, OLD, "lost")
+    before = await db.fetchval("SELECT headers::text FROM endpoint WHERE name = 'lost'")
+    done = await rotate_key.rekey(db, "relay", NEW, actor="ann")
+    assert (done.done, done.secrets, len(done.locked), done.left) == (2, 3, 1, 3)
+    assert done.locked[0].startswith('endpoint "lost": its signing secret is encrypted with')
+    assert before == await db.fetchval("SELECT headers::text FROM endpoint WHERE name = 'lost'")
+
+
+async def test_a_header_that_only_looks_encrypted_is_encrypted(db: Connection[Any]) -> None:
+    made = await add(db, CLEAR)
+    looks = OLD.seal("x", made.id, "header x-env")
+    text = orjson.dumps({"X-Env": looks}).decode()
+    await db.execute("UPDATE endpoint SET headers = $1::text::jsonb", text)
+    await rotate_key.rekey(db, "relay", OLD, actor="ann")
+    (found,) = await destinations.read(db, [made.id], OLD)
+    assert dict(found.headers) == {"X-Env": looks}
+
+
+async def test_a_running_relay_without_the_key_is_not_left_behind(db: Connection[Any]) -> None:
+    await add(db, OLD)
+    store = ReplicaStore(db, None)
+    for name, vault in (("old", OLD), ("both", BOTH)):
+        number = await store.reserve()
+        await store.register(number, name, "0", 30.0, (), vault.key_ids)
+    with pytest.raises(Conflict, match=f"the relay old has not the key {NEW.key_id}"):
+        await rotate_key.rekey(db, "relay", BOTH, actor="ann")
+    assert await rotate_key.survey(db, "relay") == [rotate_key.Kept(OLD.key_id, 3)]
+    assert (await rotate_key.rekey(db, "relay", BOTH, actor="ann", force=True)).secrets == 3
+    await db.execute("UPDATE replica SET expires_at = clock_timestamp() WHERE name = 'old'")
+    assert (await rotate_key.rekey(db, "relay", BOTH, actor="ann")).secrets == 0
+
+
+async def test_of_an_endpoint_everything_that_can_be_read_gets_the_key(db: Connection[Any]) -> None:
+    made = await add(db, OLD)
+    other = Vault(parse_keys(format_key(bytes([9]) * 32)))
+    unreadable = other.seal("whsec_lost", made.id, SIGNING)
+    await db.execute(endpoint_changes.ADD_SECRET, made.id, unreadable, None)
+    done = await rotate_key.rekey(db, "relay", BOTH, actor="t")
+    assert (done.secrets, len(done.locked), done.left) == (3, 1, 1)
+    # Once it has ended it is in nobody's way.
+    await db.execute("UPDATE endpoint_secret SET expires_at = now() WHERE id = 2")
+    done = await rotate_key.rekey(db, "relay", BOTH, actor="t")
+    assert (done.locked, done.left) == ((), 0)
+
+
+async def test_what_others_write_meanwhile_is_not_forgotten(
+    database: Database, db: Connection[Any]
+) -> None:
+    for name in "abc":
+        await add(db, OLD, name)
+    beside = await database.connect(server_settings={"search_path": "relay"})
+    looks = 0
+    pending: list[asyncio.Task[Any]] = []
+
+    def meanwhile(done: rotate_key.Rekeyed) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            # Whoever has the old key alone, behind where it has looked.
+            pending.append(
+                asyncio.ensure_future(
+                    endpoint_secrets.rotate_secret(beside, "relay", "a", actor="t", vault=OLD)
+                )
+            )
+
+    done = await rotate_key.rekey(db, "relay", BOTH, actor="t", on_progress=meanwhile)
+    await asyncio.gather(*pending, return_exceptions=True)
+    left = {each.key for each in await rotate_key.survey(db, "relay")}
+    assert (done.left, left) == (0, {NEW.key_id})

@@ -1,0 +1,63 @@
+"""Built-in types are asked about once in a process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from outbox.store.connection.connect import connect
+from outbox.store.connection.dsn import parse
+from outbox.store.connection.type_cache import KnowingConnection, learn_types
+
+if TYPE_CHECKING:
+    from asyncpg import Connection
+    from asyncpg.connection import LoggedQuery
+
+    from tests.support.postgres import Database
+
+VALUES = "SELECT ARRAY[1, 2]::bigint[] AS numbers, '{[1,3), [7,9)}'::int8multirange AS ranges"
+
+
+@pytest.fixture
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KnowingConnection, "_known", {})
+
+
+async def _asked(database: Database, *statements: str) -> tuple[int, list[Any]]:
+    """What a new connection asks about types, and its answers."""
+    asked: list[str] = []
+
+    def note(query: LoggedQuery) -> None:
+        asked.append(query.query)
+
+    dsn = parse(database.dsn, source="a test", env={})
+    connection: Connection[Any] = await connect(dsn, schema=database.schema)
+    try:
+        with connection.query_logger(note):
+            await learn_types(connection)
+            answers = [await connection.fetchrow(each) for each in statements]
+    finally:
+        connection.terminate()
+    return sum("typeinfo_tree" in each for each in asked), answers
+
+
+@pytest.mark.usefixtures("nothing_known")
+async def test_the_second_connection_asks_about_no_built_in_type(database: Database) -> None:
+    first, (read,) = await _asked(database, VALUES)
+    second, (again,) = await _asked(database, VALUES)
+    assert (first > 0, second) == (True, 0)
+    assert again == read
+    assert (read["numbers"], len(read["ranges"])) == ([1, 2], 2)
+
+
+@pytest.mark.usefixtures("nothing_known")
+async def test_types_of_a_database_of_its_own_are_not_taken_for_others(database: Database) -> None:
+    """Its number may be another type's in another database."""
+    async with database.connection() as setting_up:
+        await setting_up.execute(f"CREATE TYPE {database.schema}.mood AS ENUM ('good', 'bad')")
+    ask = "SELECT ARRAY['good', 'bad']::mood[] AS moods"
+    for _ in range(2):
+        asked, (_, read) = await _asked(database, VALUES, ask)
+        assert asked > 0
+        assert read["moods"] == ["good", "bad"]

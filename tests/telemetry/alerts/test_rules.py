@@ -1,0 +1,263 @@
+"""The rules: what they name is there, what they promise is tested, and what they say helps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import pytest
+import yaml
+
+from outbox.cli.main import cli
+from outbox.telemetry import alerts
+from outbox.telemetry.catalogue import CATALOGUE
+from tests.support.promql import used
+from tests.support.promtool import judged, judged_expressions
+from tests.telemetry.alerts.names import exported, wrong
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HERE = Path(__file__).parent
+RULES = Path(alerts.__file__).with_name("rules.yml")
+CASES = [HERE / "rules_test.yml", HERE / "rules_day_test.yml"]
+
+ALL: list[dict[str, Any]] = [
+    rule for group in yaml.safe_load(alerts.read("rules"))["groups"] for rule in group["rules"]
+]
+RECORDED = {rule["record"]: rule for rule in ALL if "record" in rule}
+ALERTS = {(r["alert"], r["labels"]["severity"]): r for r in ALL if "alert" in r}
+QUERY = re.compile(r'printf "((?:[^"\\]|\\.)*)" \$labels\.job \| query')
+
+# What was asked for: an expression has this in it, and these numbers.
+THRESHOLDS = [
+    ("OutboxSuccessRateLow", "critical", "success:ratio1h < 0.999"),
+    ("OutboxLatencyHigh", "warning", "p95_5m > 5"),
+    ("OutboxLatencyHigh", "critical", "p95_5m > 10"),
+    ("OutboxAttemptsFail", "warning", "ratio5m > 0.05"),
+    ("OutboxRetriesFail", "warning", "ratio15m > 0.5"),
+    ("OutboxBacklogHigh", "warning", "> 1000"),
+    ("OutboxDeadLetters", "warning", "> 10"),
+    ("OutboxDeadLetters", "critical", "> 100"),
+    ("OutboxDeadLettersGrow", "critical", "[1h]) > 10"),
+    ("OutboxGapOld", "warning", "> 60"),
+    ("OutboxHorizonOld", "warning", "> 60"),
+    ("OutboxReplicaFoundDead", "warning", "outbox_replica_losses_total"),
+    ("OutboxReplicaLapsed", "warning", 'state="lapsed"'),
+    ("OutboxReplicaUnreachable", "warning", "up == 0"),
+    ("OutboxNobodyLeads", "critical", "outbox_replica_leads == 1"),
+]
+
+
+def known() -> dict[str, frozenset[str]]:
+    """All metrics with their labels, the recorded ones, too, whose name says what they keep."""
+    recorded = {"job": frozenset({"job"}), "job_endpoint": frozenset({"job", "endpoint"})}
+    return exported() | {name: recorded[name.partition(":")[0]] for name in RECORDED}
+
+
+def queries(rule: Mapping[str, Any]) -> list[str]:
+    """The expressions that an alert's texts ask."""
+    texts = "\n".join(rule.get("annotations", {}).values())
+    found = [text.replace("%q", '"shop"') for text in QUERY.findall(texts)]
+    assert len(found) == texts.count("| query"), texts
+    return found
+
+
+@pytest.mark.promtool
+def test_promtool_is_content_with_the_rules() -> None:
+    content, said = judged("check", "rules", RULES)
+    assert content, said
+    assert f"SUCCESS: {len(ALL)} rules found" in said
+
+
+@pytest.mark.promtool
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_alerts_fire_when_they_should_and_only_then(path: Path) -> None:
+    content, said = judged("test", "rules", path)
+    assert content, said
+
+
+def test_every_alert_has_a_case_in_which_it_fires_and_one_in_which_it_just_does_not() -> None:
+    fired, spared = set(), set()
+    for case in yaml.safe_load(CASES[0].read_text())["tests"]:
+        jobs = set(re.findall(r'job="(\w+)"', str(case["input_series"])))
+        samples = [
+            sample["labels"]
+            for asked in case["promql_expr_test"]
+            for sample in asked.get("exp_samples", ())
+        ]
+        of_alert = case["name"].partition(",")[0]
+        for name, severity in ALERTS:
+            shown = [
+                text
+                for text in samples
+                if f'alertname="{name}", alertstate="firing"' in text
+                and f'severity="{severity}"' in text
+            ]
+            # A case whose name says both an alert and its severity is for that one alone.
+            if of_alert != name or ("," in case["name"] and severity not in case["name"]):
+                continue
+            if any('job="bad"' in text for text in shown):
+                fired.add((name, severity))
+            if "fine" in jobs and not any('job="fine"' in text for text in shown):
+                spared.add((name, severity))
+    assert fired == ALERTS.keys()
+    assert spared == ALERTS.keys()
+
+
+def test_every_alert_that_waits_has_a_case_in_which_it_has_not_waited_long_enough() -> None:
+    cases = yaml.safe_load(CASES[0].read_text())["tests"]
+    for (name, severity), rule in ALERTS.items():
+        if "for" not in rule:
+            continue
+        asked = [a for case in cases if name in case["name"] for a in case["promql_expr_test"]]
+        waiting = [
+            a
+            for a in asked
+            if (f'"{name}", alertstate="pending"' in str(a) and severity in str(a))
+            # Or nothing fires yet, whatever waits.
+            or ('alertstate="firing"' in a["expr"] and "exp_samples" not in a)
+        ]
+        assert waiting, name
+
+
+def test_alerts_do_not_flap() -> None:
+    # What these look at does not come and go: it happened, or is waited for.
+    steady = {
+        "OutboxDeliveriesGivenUpUnsent",
+        "OutboxNobodyLeads",
+        "OutboxReplicaFoundDead",
+        "OutboxReplicaUnreachable",
+        "OutboxSessionsLost",
+        "OutboxReplicaRestarts",
+        "OutboxInstallationsMixed",
+    }
+    kept = {name for (name, _), rule in ALERTS.items() if rule.get("keep_firing_for") == "5m"}
+    assert {name for name, _ in ALERTS} == kept | steady
+    assert not kept & steady
+
+
+@pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.get("alert") or rule["record"])
+def test_rules_name_what_is_there(rule: dict[str, Any]) -> None:
+    for expression in (rule["expr"], *queries(rule)):
+        assert list(wrong(expression, known())) == [], expression
+
+
+@pytest.mark.promtool
+def test_what_the_texts_ask_is_promql(tmp_path: Path) -> None:
+    content, said = judged_expressions((q for r in ALL for q in queries(r)), tmp_path)
+    assert content, said
+
+
+def test_what_is_recorded_says_what_it_keeps_and_is_used() -> None:
+    uses = [used(e).metrics for rule in ALL for e in (rule["expr"], *queries(rule))]
+    for name in RECORDED:
+        assert re.fullmatch(r"job(_endpoint)?:outbox_[a-z_]+:[a-z0-9_]+", name)
+        assert any(name in metrics for metrics in uses), name
+
+
+@pytest.mark.parametrize(("name", "severity", "part"), THRESHOLDS)
+def test_every_threshold_is_there(name: str, severity: str, part: str) -> None:
+    assert re.search(re.escape(part) + r"(?![0-9.])", ALERTS[name, severity]["expr"])
+
+
+def test_what_only_the_leader_tells_is_asked_of_whoever_leads() -> None:
+    told = {m.prometheus for m in CATALOGUE if "by the replica that leads" in m.description.lower()}
+    assert len(told) == 5
+    asked = {name: rule["expr"] for rule in ALL for name in used(rule["expr"]).metrics & told}
+    assert asked.keys() == told
+    for expression in asked.values():
+        assert "and on (job, instance) outbox_replica_leads == 1)" in expression
+
+
+@pytest.mark.parametrize(("name", "severity"), ALERTS)
+def test_alerts_say_what_is_wrong_and_what_to_do(name: str, severity: str) -> None:
+    rule = ALERTS[name, severity]
+    assert severity in ("warning", "critical")
+    assert rule["labels"].keys() == {"severity"}
+    texts = rule["annotations"]
+    assert texts.keys() == {"summary", "description", "runbook"}
+    assert "$labels.job" in texts["summary"]
+    assert "$value" in texts["description"] or "up == 0" in rule["expr"]
+    # Labels that the alert keeps are in its text.
+    for label in ("endpoint", "instance"):
+        if re.search(rf"^(sum|max) by \([^)]*\b{label}\b", rule["expr"]):
+            assert f"$labels.{label}" in texts["description"]
+    commands = re.findall(r"`outbox ([^`]*)`", texts["runbook"])
+    assert commands, texts["runbook"]
+    for line in commands:
+        _exists(line)
+
+
+def _exists(line: str) -> None:
+    """There is such a command, and it takes such options and arguments."""
+    line = re.sub(r"\{\{.*?\}\}", "NAME", line)
+    numbered = re.sub(r"\bID\b", "1", line)
+    words = numbered.split()
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        found = command.get_command(click.Context(command), words[0])
+        assert found is not None, line
+        command, words = found, words[1:]
+    # Values are read, too: "--since 1h" is a time; a reason of a template is one of them.
+    words = ["backlog" if words[n - 1] == "--reason" else w for n, w in enumerate(words)]
+    command.make_context(line, words)
+
+
+@pytest.mark.promtool
+def test_texts_are_complete(tmp_path: Path) -> None:
+    """promtool shows what an alert says where something else was expected."""
+    document = yaml.safe_load(CASES[0].read_text())
+    document["rule_files"] = [str(RULES)]
+    for case in document["tests"]:
+        moments = {
+            (asked["eval_time"], name)
+            for asked in case.pop("promql_expr_test")
+            for name, _ in ALERTS
+            if f'"{name}", alertstate="firing"' in str(asked)
+        }
+        case["alert_rule_test"] = [
+            {"eval_time": time, "alertname": name, "exp_alerts": []}
+            for time, name in sorted(moments)
+        ]
+    path = tmp_path / "texts.yml"
+    path.write_text(yaml.safe_dump(document))
+    content, said = judged("test", "rules", path)
+    assert not content
+    for flaw in ("error", "no value", "%!", "<", "{{", "NaN"):
+        assert flaw not in said, said
+    for name, _ in ALERTS:
+        assert f'alertname="{name}"' in said
+    # Endpoints, values and further questions are told in words.
+    for told in (
+        "99.8% of the deliveries succeed",
+        'Most are of endpoint shop, with the reason \\"exhausted\\" (120).',
+        "50 deliveries to shop were given up, unsent",
+        '`outbox endpoint enable \\"shop\\"`',
+        "`outbox dead list --reason backlog --since 1h`",
+        "The slowest endpoint is slow:",
+        "Most failed at endpoint shop, by 5xx.",
+        "Most are owed to endpoint (other): 600.",
+        'endpoint the \\"shop\\" has been in trouble for 15m 1s',
+        "a gap has been open for 1m 1s",
+        "11 more dead letters within an hour",
+        "Of the replicas that were seen in the last day (2) none leads",
+    ):
+        assert told in said, said
+
+
+def test_what_to_do_about_what_was_given_up_unsent_fits_why_it_was() -> None:
+    """Only a disabled endpoint can be enabled; one with a long backlog is active."""
+    rule = ALERTS["OutboxDeliveriesGivenUpUnsent", "critical"]
+    before, disabled, rest = re.split(
+        r'{{ if eq \$labels.outcome "disabled" }}(.*?){{ else }}', rule["annotations"]["runbook"]
+    )
+    assert "endpoint enable" in disabled
+    assert "endpoint enable" not in before + rest
+
+
+def test_a_blocked_lane_needs_one_decision_and_not_two() -> None:
+    rule = ALERTS["OutboxLanesBlocked", "warning"]
+    assert ", or `outbox endpoint resume" in rule["annotations"]["runbook"]
